@@ -1,0 +1,135 @@
+"""The input contract, once: the fake kernels, the CPU backend and the GPU backend all call `check`."""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+HC_MULT = 4
+GATES = HC_MULT * (HC_MULT + 2)
+
+_BF16 = (torch.bfloat16,)
+_FP32 = (torch.float32,)
+ALIGNMENT = 16  # bytes; the kernels load 8 bf16 at a time
+
+
+class Argument(NamedTuple):
+    """What one tensor argument must be. Dimensions are "T", "H", "K" (4 * H) or a number."""
+
+    shapes: tuple[tuple[str | int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    dense: bool  # must be contiguous, and on a GPU 16-byte aligned
+
+
+ARGUMENTS = {
+    "residual": Argument((("T", HC_MULT, "H"),), _BF16, True),
+    "residual_out": Argument((("T", HC_MULT, "H"),), _BF16, True),
+    "sublayer_out": Argument((("T", "H"),), _BF16, True),
+    "post_layer_mix": Argument((("T", HC_MULT), ("T", HC_MULT, 1)), _FP32, False),
+    "comb_res_mix": Argument((("T", HC_MULT, HC_MULT),), _FP32, False),
+    "pre_mix": Argument((("T", HC_MULT),), _FP32, False),
+    "fn": Argument(((GATES, "K"),), _FP32, True),
+    "hc_scale": Argument(((3,),), _FP32, False),
+    "hc_base": Argument(((GATES,),), _FP32, False),
+    "norm_weight": Argument((("H",),), (torch.bfloat16, torch.float32), True),
+}
+
+
+def check(op, tensors, epsilons, sinkhorn_repeat=1, *, addresses=True):
+    """Raise what the contract says about bad input; return nothing when all is well.
+
+    tensors: {argument name: tensor or None}, `residual` first.
+    epsilons: {argument name: float}.
+    addresses: False under fake and meta tensors, which have no storage to compare.
+    """
+    residual = tensors["residual"]
+    if residual.dim() != 3 or residual.shape[1] != HC_MULT or residual.shape[2] == 0:
+        raise ValueError(
+            f"mhc::{op}: residual must have shape [T, hc_mult, H] with hc_mult = {HC_MULT}, "
+            f"got {list(residual.shape)}"
+        )
+    tokens, _, hidden = residual.shape
+    device = residual.device
+    on_gpu = device.type == "cuda"
+    if on_gpu and hidden % 128 != 0:
+        raise ValueError(f"mhc::{op}: H must be a multiple of 128 on a GPU, got H = {hidden}")
+
+    sizes = {"T": tokens, "H": hidden, "K": HC_MULT * hidden}
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        wanted = ARGUMENTS[name]
+        if tensor.dtype not in wanted.dtypes:
+            names = " or ".join(str(d).removeprefix("torch.") for d in wanted.dtypes)
+            got = str(tensor.dtype).removeprefix("torch.")
+            raise TypeError(f"mhc::{op}: {name} must have dtype {names}, got {got}")
+        if not any(_fits(tensor.shape, shape, sizes) for shape in wanted.shapes):
+            shapes = " or ".join(
+                f"[{', '.join(map(str, shape))}] = {[sizes.get(d, d) for d in shape]}"
+                for shape in wanted.shapes
+            )
+            raise ValueError(f"mhc::{op}: {name} must have shape {shapes}, got {list(tensor.shape)}")
+        if tensor.device != device:
+            raise ValueError(
+                f"mhc::{op}: {name} must be on the device of residual, {device}, got {tensor.device}"
+            )
+        if wanted.dense:
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"mhc::{op}: {name} must be contiguous, got strides {list(tensor.stride())} "
+                    f"for shape {list(tensor.shape)}"
+                )
+            if addresses and on_gpu and tensor.data_ptr() % ALIGNMENT:
+                raise ValueError(
+                    f"mhc::{op}: {name} must be {ALIGNMENT}-byte aligned on a GPU, "
+                    f"got an address {tensor.data_ptr() % ALIGNMENT} bytes past a multiple"
+                )
+
+    for name, value in epsilons.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"mhc::{op}: {name} must be finite and not negative, got {value}")
+    if sinkhorn_repeat < 1:
+        raise ValueError(f"mhc::{op}: sinkhorn_repeat must be at least 1, got {sinkhorn_repeat}")
+
+    if addresses and tensors.get("residual_out") is not None:
+        _check_overlap(op, tensors)
+
+
+def require_together(op, tensors):
+    """Raise ValueError naming the first missing one when only part of `tensors` is given."""
+    given = [name for name, tensor in tensors.items() if tensor is not None]
+    for name, tensor in tensors.items():
+        if given and tensor is None:
+            raise ValueError(f"mhc::{op}: {name} is missing; it goes with {', '.join(given)}")
+
+
+def _fits(got, shape, sizes):
+    return len(got) == len(shape) and all(
+        g == sizes.get(wanted, wanted) for g, wanted in zip(got, shape, strict=True)
+    )
+
+
+def _check_overlap(op, tensors):
+    """residual_out may be all of residual or share no byte with any input."""
+    out = tensors["residual_out"]
+    begin, end = _extent(out)
+    for name, tensor in tensors.items():
+        if name == "residual_out" or tensor is None:
+            continue
+        other_begin, other_end = _extent(tensor)
+        if begin < other_end and other_begin < end:
+            if name == "residual" and begin == other_begin:
+                continue
+            raise ValueError(
+                f"mhc::{op}: residual_out must not overlap {name} "
+                "(all of residual is allowed: that is in place)"
+            )
+
+
+def _extent(tensor):
+    """First and one-past-last byte that the tensor touches."""
+    begin = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return begin, begin
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()

@@ -1,0 +1,3 @@
+from .lookup import Config, architectures, lookup, rows
+
+__all__ = ["Config", "architectures", "lookup", "rows"]

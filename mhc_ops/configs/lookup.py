@@ -1,0 +1,74 @@
+"""Launch tuning: which configuration a call with T tokens of hidden size H gets.
+
+One JSON file per architecture, named as in the file (sm_90, gfx942, ...); "default" serves the
+others. A file is a list of tables, one per hidden size (null: any), and a table a list of rows in
+order of max_tokens; the first row with T <= max_tokens is used, the last has null: no limit.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+_FOLDER = pathlib.Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One row. See kernels/seam.py and kernels/finish.py for what the numbers steer."""
+
+    max_tokens: int | None
+    block_t: int  # seam: tokens a program
+    block_h: int  # seam: columns a step, divides H
+    cols: int | None  # seam: columns a program, a multiple of block_h; null: all
+    warps: int
+    stages: int
+    pack: bool  # split fn into bf16 hi and lo by a launch of its own
+    gate_t: int  # finish: tokens a gate program
+    split_block: int  # finish: splits added a step
+    norm_t: int  # finish: tokens a norm program
+    norm_cols: int | None  # finish: columns a norm program; null: all
+    norm_block: int  # finish: columns a step
+    finish_warps: int
+    why: str = ""
+
+    def __post_init__(self):
+        for name in ("block_t", "block_h", "gate_t", "split_block", "norm_t", "norm_block"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name} must be a power of two, got {value}")
+        if self.cols is not None and self.cols % self.block_h:
+            raise ValueError(f"cols {self.cols} must be a multiple of block_h {self.block_h}")
+        if self.block_t < 16:
+            raise ValueError(f"block_t must be at least 16, got {self.block_t}")
+
+
+def architectures():
+    """Names of the architectures with a file of their own, and "default"."""
+    return sorted(path.stem for path in _FOLDER.glob("*.json"))
+
+
+@functools.cache
+def rows(architecture, hidden_size):
+    """The rows for a hidden size, in order of max_tokens."""
+    path = _FOLDER / f"{architecture}.json"
+    if not path.exists():
+        path = _FOLDER / "default.json"
+    tables = {table["hidden_size"]: table["rows"] for table in json.loads(path.read_text())}
+    table = tables.get(hidden_size, tables[None])
+    found = tuple(Config(**row) for row in table)
+    limits = [row.max_tokens for row in found]
+    if limits[-1] is not None or limits[:-1] != sorted(limits[:-1]):
+        raise ValueError(f"{path.name}: max_tokens must ascend and end with null, got {limits}")
+    for row in found:
+        if hidden_size % row.block_h:
+            raise ValueError(f"{path.name}: block_h {row.block_h} does not divide H {hidden_size}")
+    return found
+
+
+def lookup(architecture, hidden_size, tokens):
+    """The configuration of a call."""
+    for row in rows(architecture, hidden_size):
+        if row.max_tokens is None or tokens <= row.max_tokens:
+            return row
+    raise AssertionError("the last row has no limit")

@@ -1,0 +1,1 @@
+"""Triton kernels and device functions: no torch import, no tuning numbers."""

@@ -1,0 +1,173 @@
+"""The first launch of a seam: everything that needs the streams.
+
+A program owns BLOCK_T tokens and COLS columns of every stream and walks them BLOCK_H at a time:
+
+    R'_j = bf16( p_j * x + sum_i C[i, j] * R_i )       stored
+    u    = bf16( sum_j q_j * R'_j )                    stored, not yet normalised
+    partial sums over its columns of W . R' (24 rows), R'^2 and u^2
+
+`finish.py` adds the partial sums and does the rest. All offsets that grow with T are 64-bit.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def keep_layout(x, VENDOR: tl.constexpr):
+    """x, opaque to the compiler: the bf16 tile [BLOCK_T, BLOCK_H] is computed once.
+
+    Without it Triton recomputes the element-wise code in the layout that tl.dot wants, in every
+    warp: 778 us against 515 for 16,316 tokens on an H200. VENDOR "" (interpreter): no fence.
+    """
+    if VENDOR == "nvidia":
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2
+        )
+    elif VENDOR == "amd":
+        return tl.inline_asm_elementwise(
+            "v_mov_b32 $0, $1", "=v,v", [x], dtype=tl.bfloat16, is_pure=False, pack=2
+        )
+    else:
+        return x
+
+
+@triton.jit
+def project(b, weight, acc, stream: tl.constexpr, cols, H: tl.constexpr):
+    """acc += b . W_stream^T for b [BLOCK_T, BLOCK_H] bf16, exact to fp32.
+
+    weight is fn [24, 4 * H] fp32, or packed [64, 4 * H] bf16 (see pack.py). fn goes through
+    bf16 hi + lo, 16 bits of its significand: under 8e-6 in a gate where TF32 loses 7e-4.
+    """
+    n = tl.arange(0, acc.shape[1])
+    at = n[:, None] * (4 * H) + stream * H + cols[None, :]
+    if weight.dtype.element_ty == tl.bfloat16:
+        w = tl.load(weight + at, mask=(n % 32 < 24)[:, None], other=0.0)
+        acc = tl.dot(b, tl.trans(w), acc)
+    else:
+        w = tl.load(weight + at, mask=(n < 24)[:, None], other=0.0)
+        hi = w.to(tl.bfloat16)
+        lo = (w - hi.to(tl.float32)).to(tl.bfloat16)
+        acc = tl.dot(b, tl.trans(hi), acc)
+        acc = tl.dot(b, tl.trans(lo), acc)
+    return acc
+
+
+@triton.jit(
+    do_not_specialize=["T"],
+    do_not_specialize_on_alignment=["post_layer_mix", "comb_res_mix", "pre_mix"],
+)
+def seam_kernel(
+    residual,  # [T, 4, H] bf16
+    sublayer_out,  # [T, H] bf16, or None: residual already is R'
+    post_layer_mix,  # [T, 4] fp32, or None with sublayer_out
+    comb_res_mix,  # [T, 4, 4] fp32, or None with sublayer_out
+    pre_mix,  # [T, 4] fp32, or None: u is stream 0
+    weight,  # [24, 4 * H] fp32 or [64, 4 * H] bf16, see project
+    residual_out,  # [T, 4, H] bf16, may be residual; unused without sublayer_out
+    collapsed,  # [T, H] bf16: u
+    partials,  # [splits, T, 32] fp32: 24 projections, sum R'^2, sum u^2, 6 unused
+    T,
+    H: tl.constexpr,
+    COLS: tl.constexpr,  # columns a program: a multiple of BLOCK_H
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,  # divides H
+    VENDOR: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = t < T
+    row = t.to(tl.int64)
+    PACKED: tl.constexpr = weight.dtype.element_ty == tl.bfloat16
+    POST: tl.constexpr = sublayer_out is not None
+
+    if POST:
+        p0 = tl.load(post_layer_mix + row * 4 + 0, mask=live, other=0.0)[:, None]
+        p1 = tl.load(post_layer_mix + row * 4 + 1, mask=live, other=0.0)[:, None]
+        p2 = tl.load(post_layer_mix + row * 4 + 2, mask=live, other=0.0)[:, None]
+        p3 = tl.load(post_layer_mix + row * 4 + 3, mask=live, other=0.0)[:, None]
+        c00 = tl.load(comb_res_mix + row * 16 + 0, mask=live, other=0.0)[:, None]
+        c01 = tl.load(comb_res_mix + row * 16 + 1, mask=live, other=0.0)[:, None]
+        c02 = tl.load(comb_res_mix + row * 16 + 2, mask=live, other=0.0)[:, None]
+        c03 = tl.load(comb_res_mix + row * 16 + 3, mask=live, other=0.0)[:, None]
+        c10 = tl.load(comb_res_mix + row * 16 + 4, mask=live, other=0.0)[:, None]
+        c11 = tl.load(comb_res_mix + row * 16 + 5, mask=live, other=0.0)[:, None]
+        c12 = tl.load(comb_res_mix + row * 16 + 6, mask=live, other=0.0)[:, None]
+        c13 = tl.load(comb_res_mix + row * 16 + 7, mask=live, other=0.0)[:, None]
+        c20 = tl.load(comb_res_mix + row * 16 + 8, mask=live, other=0.0)[:, None]
+        c21 = tl.load(comb_res_mix + row * 16 + 9, mask=live, other=0.0)[:, None]
+        c22 = tl.load(comb_res_mix + row * 16 + 10, mask=live, other=0.0)[:, None]
+        c23 = tl.load(comb_res_mix + row * 16 + 11, mask=live, other=0.0)[:, None]
+        c30 = tl.load(comb_res_mix + row * 16 + 12, mask=live, other=0.0)[:, None]
+        c31 = tl.load(comb_res_mix + row * 16 + 13, mask=live, other=0.0)[:, None]
+        c32 = tl.load(comb_res_mix + row * 16 + 14, mask=live, other=0.0)[:, None]
+        c33 = tl.load(comb_res_mix + row * 16 + 15, mask=live, other=0.0)[:, None]
+    if pre_mix is not None:
+        q0 = tl.load(pre_mix + row * 4 + 0, mask=live, other=0.0)[:, None]
+        q1 = tl.load(pre_mix + row * 4 + 1, mask=live, other=0.0)[:, None]
+        q2 = tl.load(pre_mix + row * 4 + 2, mask=live, other=0.0)[:, None]
+        q3 = tl.load(pre_mix + row * 4 + 3, mask=live, other=0.0)[:, None]
+
+    acc = tl.zeros([BLOCK_T, 64 if PACKED else 32], tl.float32)
+    stream_sq = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
+    collapse_sq = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
+    begin = split * COLS
+    if H % COLS == 0:
+        end = begin + COLS
+    else:
+        end = tl.minimum(begin + COLS, H)
+    for h in tl.range(begin, end, BLOCK_H, num_stages=STAGES):
+        cols = h + tl.arange(0, BLOCK_H)
+        at = row[:, None] * (4 * H) + cols[None, :]
+        mask = live[:, None]
+        b0 = tl.load(residual + at, mask=mask, other=0.0)
+        b1 = tl.load(residual + at + H, mask=mask, other=0.0)
+        b2 = tl.load(residual + at + 2 * H, mask=mask, other=0.0)
+        b3 = tl.load(residual + at + 3 * H, mask=mask, other=0.0)
+        if POST:
+            # R'_j = bf16( p_j * x + sum_i C[i, j] * R_i )
+            x = tl.load(sublayer_out + row[:, None] * H + cols[None, :], mask=mask, other=0.0)
+            x = x.to(tl.float32)
+            r0 = b0.to(tl.float32)
+            r1 = b1.to(tl.float32)
+            r2 = b2.to(tl.float32)
+            r3 = b3.to(tl.float32)
+            b0 = (p0 * x + c00 * r0 + c10 * r1 + c20 * r2 + c30 * r3).to(tl.bfloat16)
+            b1 = (p1 * x + c01 * r0 + c11 * r1 + c21 * r2 + c31 * r3).to(tl.bfloat16)
+            b2 = (p2 * x + c02 * r0 + c12 * r1 + c22 * r2 + c32 * r3).to(tl.bfloat16)
+            b3 = (p3 * x + c03 * r0 + c13 * r1 + c23 * r2 + c33 * r3).to(tl.bfloat16)
+            b0 = keep_layout(b0, VENDOR)
+            b1 = keep_layout(b1, VENDOR)
+            b2 = keep_layout(b2, VENDOR)
+            b3 = keep_layout(b3, VENDOR)
+            tl.store(residual_out + at, b0, mask=mask)
+            tl.store(residual_out + at + H, b1, mask=mask)
+            tl.store(residual_out + at + 2 * H, b2, mask=mask)
+            tl.store(residual_out + at + 3 * H, b3, mask=mask)
+        r0 = b0.to(tl.float32)
+        r1 = b1.to(tl.float32)
+        r2 = b2.to(tl.float32)
+        r3 = b3.to(tl.float32)
+        stream_sq += r0 * r0 + r1 * r1 + r2 * r2 + r3 * r3
+        # u = bf16( sum_j q_j * R'_j )
+        if pre_mix is not None:
+            u = (q0 * r0 + q1 * r1 + q2 * r2 + q3 * r3).to(tl.bfloat16)
+        else:
+            u = b0
+        tl.store(collapsed + row[:, None] * H + cols[None, :], u, mask=mask)
+        collapse_sq += u.to(tl.float32) * u.to(tl.float32)
+        # m += W . R'
+        acc = project(b0, weight, acc, 0, cols, H)
+        acc = project(b1, weight, acc, 1, cols, H)
+        acc = project(b2, weight, acc, 2, cols, H)
+        acc = project(b3, weight, acc, 3, cols, H)
+
+    if PACKED:  # hi and lo products side by side, 32 columns each
+        acc = tl.sum(tl.reshape(acc, [BLOCK_T, 2, 32]), axis=1)
+    k = tl.arange(0, 32)[None, :]
+    acc = tl.where(k == 24, tl.sum(stream_sq, axis=1)[:, None], acc)
+    acc = tl.where(k == 25, tl.sum(collapse_sq, axis=1)[:, None], acc)
+    at = (split.to(tl.int64) * T + row)[:, None] * 32 + k
+    tl.store(partials + at, acc, mask=live[:, None])

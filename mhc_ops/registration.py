@@ -1,0 +1,85 @@
+"""Registers the operators with PyTorch. The only file that touches torch.library."""
+
+import functools
+import importlib
+import pathlib
+
+import torch
+
+from . import ops, reference
+
+NAMESPACE = "mhc"
+_SCHEMAS = pathlib.Path(__file__).with_name("schemas.txt")
+
+
+def read_schemas():
+    """{operator: (schema, tag names)} from schemas.txt, in its order."""
+    found = {}
+    for line in _SCHEMAS.read_text().splitlines():
+        if not line or line.startswith("#"):
+            continue
+        tags, schema = line.removeprefix("[").split("] ", 1)
+        found[schema.split("(", 1)[0]] = schema, [tag.strip() for tag in tags.split(",")]
+    return found
+
+
+def _run_on_gpu(given, made):
+    # Imported at the first call on a GPU: `import mhc_ops` stays free of triton.
+    _launch().run(given, made)
+
+
+@functools.cache
+def _launch():
+    return importlib.import_module(".launch", __package__)
+
+
+# ROCm builds of torch call their device "cuda" too, so this key serves both vendors.
+BACKENDS = {"CPU": reference.run, "CUDA": _run_on_gpu}
+
+
+def _guard(overload, mutated, keyset, *args, **kwargs):
+    """The Autograd key: inference only, and loudly so.
+
+    Without it an input that requires grad would silently lose its gradient.
+    """
+    if torch.is_grad_enabled() and any(
+        isinstance(a, torch.Tensor) and a.requires_grad for a in (*args, *kwargs.values())
+    ):
+        raise RuntimeError(
+            f"{overload.name()} is inference only and an input requires grad: "
+            "call it under torch.no_grad() or torch.inference_mode()"
+        )
+    results = overload.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+    for tensor in mutated(args, kwargs):
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+    return results
+
+
+_MUTATED = {
+    "post_pre_delayed_": lambda args, kwargs: args[:1],
+    "post_pre_delayed_out": lambda args, kwargs: [kwargs["residual_out"]],
+}
+
+
+def _register():
+    # Kept alive at module level: the registrations end with the Library object.
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    for name, (schema, tag_names) in read_schemas().items():
+        tags = [getattr(torch.Tag, tag) for tag in tag_names if hasattr(torch.Tag, tag)]
+        library.define(schema, tags=tags)
+        body = getattr(ops, name)
+        overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+        mutated = _MUTATED.get(name, lambda args, kwargs: ())
+        library.impl(
+            name, functools.partial(_guard, overload, mutated), "Autograd", with_keyset=True
+        )
+        for key, run in BACKENDS.items():
+            library.impl(name, functools.partial(body, run), key)
+        torch.library.register_fake(
+            f"{NAMESPACE}::{name}", functools.partial(body, ops.fake), lib=library
+        )
+    return library
+
+
+LIBRARY = _register()

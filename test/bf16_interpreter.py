@@ -1,0 +1,56 @@
+"""Makes Triton's interpreter right for bf16. Import before running an interpreted kernel.
+
+The interpreter keeps bf16 as uint16. Left alone it truncates fp32 to bf16, multiplies the raw
+bits in tl.dot, and adds them in arithmetic; all silently (triton 3.6.0 to 3.9.0).
+"""
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+_cast = InterpreterBuilder.cast_impl
+_dot = InterpreterBuilder.create_dot
+_binary = InterpreterBuilder.binary_op
+
+
+def _to_fp32(bits):
+    return (np.asarray(bits).astype(np.uint32) << 16).view(np.float32)
+
+
+def _to_bf16(values):
+    contiguous = np.ascontiguousarray(values)
+    bits = torch.from_numpy(contiguous).to(torch.bfloat16).view(torch.int16)
+    return bits.numpy().view(np.uint16).reshape(np.shape(values))
+
+
+def _cast_impl(self, src, dst_type):
+    source, target = src.dtype.scalar, dst_type.scalar
+    if source == tl.bfloat16 and target == tl.float32:
+        return TensorHandle(_to_fp32(src.data), tl.float32)
+    if source == tl.float32 and target == tl.bfloat16:
+        return TensorHandle(_to_bf16(src.data), tl.bfloat16)
+    return _cast(self, src, dst_type)
+
+
+def _create_dot(self, a, b, d, *rest):
+    def values(handle):
+        return _to_fp32(handle.data) if handle.dtype.scalar == tl.bfloat16 else handle.data
+
+    if tl.bfloat16 in (a.dtype.scalar, b.dtype.scalar):
+        product = np.matmul(values(a), values(b), dtype=np.float32)
+        return TensorHandle(product + d.data, d.dtype.scalar)
+    return _dot(self, a, b, d, *rest)
+
+
+def _binary_op(self, lhs, rhs, op):
+    if op in (np.add, np.subtract, np.multiply, np.divide):
+        for side in (lhs, rhs):
+            if side.dtype.scalar == tl.bfloat16:
+                raise TypeError(f"bf16 {op.__name__} in a kernel: cast to fp32 first")
+    return _binary(self, lhs, rhs, op)
+
+
+InterpreterBuilder.cast_impl = _cast_impl
+InterpreterBuilder.create_dot = _create_dot
+InterpreterBuilder.binary_op = _binary_op
