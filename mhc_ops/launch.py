@@ -47,7 +47,7 @@ def plan(config, vendor, given, made):
     tokens, _, hidden = residual.shape
     weight = given.fn
     if config.pack:
-        weight = residual.new_empty((64, 4 * hidden))
+        weight = residual.new_empty((72, 4 * hidden))
         yield Launch(
             pack_kernel,
             (24, 4 * hidden // 512),
@@ -80,7 +80,7 @@ def plan(config, vendor, given, made):
             "COLS": cols,
             "BLOCK_T": config.block_t,
             "BLOCK_H": config.block_h,
-            "VENDOR": vendor,
+            "FENCE": vendor if config.fence else "",
             "STAGES": config.stages,
         },
         {"num_warps": config.warps, "num_stages": config.stages},

@@ -23,6 +23,7 @@ class Config:
     cols: int | None  # seam: columns a program, a multiple of block_h; null: all
     warps: int
     stages: int
+    fence: bool  # seam: keep tl.dot's layout out of the element-wise code (kernels/seam.py)
     pack: bool  # split fn into bf16 hi and lo by a launch of its own
     gate_t: int  # finish: tokens a gate program
     split_block: int  # finish: splits added a step

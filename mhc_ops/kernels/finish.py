@@ -137,6 +137,45 @@ def make_gates(
     tl.store(comb + 15, p33, mask=live)
 
 
+@triton.jit
+def norm_tokens(
+    partials,
+    layer_input,
+    norm_weight,
+    unit,  # which NORM_T tokens and NORM_COLS columns
+    T,
+    norm_eps,
+    H: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    NORM_T: tl.constexpr,
+    NORM_COLS: tl.constexpr,
+    NORM_BLOCK: tl.constexpr,
+):
+    """layer_input = bf16( u * rsqrt( sum(u^2) / H + norm_eps ) * w )"""
+    NORM_SPLITS: tl.constexpr = (H + NORM_COLS - 1) // NORM_COLS
+    t = (unit // NORM_SPLITS) * NORM_T + tl.arange(0, NORM_T)
+    live = t < T
+    row = t.to(tl.int64)
+    square = tl.zeros([NORM_T], tl.float32)
+    for first in range(0, SPLITS, SPLIT_BLOCK):
+        s = (first + tl.arange(0, SPLIT_BLOCK))[None, :]
+        at = (s.to(tl.int64) * T + row[:, None]) * 32 + 25
+        mask = (s < SPLITS) & live[:, None]
+        square += tl.sum(tl.load(partials + at, mask=mask, other=0.0), axis=1)
+    scale = tl.rsqrt(square / H + norm_eps)[:, None]
+    begin = (unit % NORM_SPLITS) * NORM_COLS
+    for h in range(0, NORM_COLS, NORM_BLOCK):
+        step = h + tl.arange(0, NORM_BLOCK)
+        cols = begin + step
+        inside = (cols < H) & (step < NORM_COLS)
+        w = tl.load(norm_weight + cols, mask=inside, other=0.0).to(tl.float32)
+        at = row[:, None] * H + cols[None, :]
+        mask = live[:, None] & inside[None, :]
+        u = tl.load(layer_input + at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(layer_input + at, (u * scale * w[None, :]).to(tl.bfloat16), mask=mask)
+
+
 @triton.jit(
     do_not_specialize=["T", "gate_programs", "sinkhorn_repeat"],
     do_not_specialize_on_alignment=["hc_scale", "hc_base"],
@@ -186,28 +225,19 @@ def finish_kernel(
             H,
         )
     elif norm_weight is not None:
-        # layer_input = bf16( u * rsqrt( sum(u^2) / H + norm_eps ) * w )
-        NORM_SPLITS: tl.constexpr = (H + NORM_COLS - 1) // NORM_COLS
         # Backwards: the last tokens' u is what L2 still holds.
         unit = tl.num_programs(0) - 1 - program
-        t = (unit // NORM_SPLITS) * NORM_T + tl.arange(0, NORM_T)
-        live = t < T
-        row = t.to(tl.int64)
-        square = tl.zeros([NORM_T], tl.float32)
-        for first in range(0, SPLITS, SPLIT_BLOCK):
-            s = (first + tl.arange(0, SPLIT_BLOCK))[None, :]
-            at = (s.to(tl.int64) * T + row[:, None]) * 32 + 25
-            mask = (s < SPLITS) & live[:, None]
-            square += tl.sum(tl.load(partials + at, mask=mask, other=0.0), axis=1)
-        scale = tl.rsqrt(square / H + norm_eps)[:, None]
-        begin = (unit % NORM_SPLITS) * NORM_COLS
-        for h in range(0, NORM_COLS, NORM_BLOCK):
-            cols = begin + h + tl.arange(0, NORM_BLOCK)
-            inside = cols < H
-            if NORM_COLS % NORM_BLOCK != 0:
-                inside = inside & (h + tl.arange(0, NORM_BLOCK) < NORM_COLS)
-            w = tl.load(norm_weight + cols, mask=inside, other=0.0).to(tl.float32)
-            at = row[:, None] * H + cols[None, :]
-            mask = live[:, None] & inside[None, :]
-            u = tl.load(layer_input + at, mask=mask, other=0.0).to(tl.float32)
-            tl.store(layer_input + at, (u * scale * w[None, :]).to(tl.bfloat16), mask=mask)
+        norm_tokens(
+            partials,
+            layer_input,
+            norm_weight,
+            unit,
+            T,
+            norm_eps,
+            H,
+            SPLITS,
+            SPLIT_BLOCK,
+            NORM_T,
+            NORM_COLS,
+            NORM_BLOCK,
+        )

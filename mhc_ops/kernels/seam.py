@@ -14,17 +14,17 @@ import triton.language as tl
 
 
 @triton.jit
-def keep_layout(x, VENDOR: tl.constexpr):
+def keep_layout(x, FENCE: tl.constexpr):
     """x, opaque to the compiler: the bf16 tile [BLOCK_T, BLOCK_H] is computed once.
 
     Without it Triton recomputes the element-wise code in the layout that tl.dot wants, in every
-    warp: 778 us against 515 for 16,316 tokens on an H200. VENDOR "" (interpreter): no fence.
+    warp: 778 us against 515 for 16,316 tokens on an H200. FENCE "": no fence.
     """
-    if VENDOR == "nvidia":
+    if FENCE == "nvidia":
         return tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2
         )
-    elif VENDOR == "amd":
+    elif FENCE == "amd":
         return tl.inline_asm_elementwise(
             "v_mov_b32 $0, $1", "=v,v", [x], dtype=tl.bfloat16, is_pure=False, pack=2
         )
@@ -33,24 +33,42 @@ def keep_layout(x, VENDOR: tl.constexpr):
 
 
 @triton.jit
-def project(b, weight, acc, stream: tl.constexpr, cols, H: tl.constexpr):
-    """acc += b . W_stream^T for b [BLOCK_T, BLOCK_H] bf16, exact to fp32.
+def sum8(x):
+    """x [A, B] summed over groups of 8 columns, [A, B / 8]: one thread's load, so no shuffles,
+    and accumulators of an eighth of the registers."""
+    return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 8]), axis=2)
 
-    weight is fn [24, 4 * H] fp32, or packed [64, 4 * H] bf16 (see pack.py). fn goes through
-    bf16 hi + lo, 16 bits of its significand: under 8e-6 in a gate where TF32 loses 7e-4.
+
+@triton.jit
+def split3(w):
+    """fp32 w as three bf16 whose sum is w exactly (3 x 8 bits of significand)."""
+    hi = w.to(tl.bfloat16)
+    rest = w - hi.to(tl.float32)
+    mid = rest.to(tl.bfloat16)
+    lo = (rest - mid.to(tl.float32)).to(tl.bfloat16)
+    return hi, mid, lo
+
+
+@triton.jit
+def project(b, weight, acc, tail, stream: tl.constexpr, cols, H: tl.constexpr):
+    """acc, tail += b . W_stream^T for b [BLOCK_T, BLOCK_H] bf16, exact to fp32.
+
+    weight is fn [24, 4 * H] fp32: acc [BLOCK_T, 32], tail unused. Or it is packed [72, 4 * H]
+    bf16, see pack.py: acc [BLOCK_T, 64] takes rows 0..63, tail [BLOCK_T, 16] rows 64..71.
     """
     n = tl.arange(0, acc.shape[1])
-    at = n[:, None] * (4 * H) + stream * H + cols[None, :]
+    at = weight + n[:, None] * (4 * H) + stream * H + cols[None, :]
     if weight.dtype.element_ty == tl.bfloat16:
-        w = tl.load(weight + at, mask=(n % 32 < 24)[:, None], other=0.0)
-        acc = tl.dot(b, tl.trans(w), acc)
+        acc = tl.dot(b, tl.trans(tl.load(at)), acc)
+        n = tl.arange(0, 16)
+        at = weight + (64 + n[:, None]) * (4 * H) + stream * H + cols[None, :]
+        tail = tl.dot(b, tl.trans(tl.load(at, mask=n[:, None] < 8, other=0.0)), tail)
     else:
-        w = tl.load(weight + at, mask=(n < 24)[:, None], other=0.0)
-        hi = w.to(tl.bfloat16)
-        lo = (w - hi.to(tl.float32)).to(tl.bfloat16)
+        hi, mid, lo = split3(tl.load(at, mask=n[:, None] < 24, other=0.0))
         acc = tl.dot(b, tl.trans(hi), acc)
+        acc = tl.dot(b, tl.trans(mid), acc)
         acc = tl.dot(b, tl.trans(lo), acc)
-    return acc
+    return acc, tail
 
 
 @triton.jit(
@@ -63,7 +81,7 @@ def seam_kernel(
     post_layer_mix,  # [T, 4] fp32, or None with sublayer_out
     comb_res_mix,  # [T, 4, 4] fp32, or None with sublayer_out
     pre_mix,  # [T, 4] fp32, or None: u is stream 0
-    weight,  # [24, 4 * H] fp32 or [64, 4 * H] bf16, see project
+    weight,  # [24, 4 * H] fp32 or [72, 4 * H] bf16, see project
     residual_out,  # [T, 4, H] bf16, may be residual; unused without sublayer_out
     collapsed,  # [T, H] bf16: u
     partials,  # [splits, T, 32] fp32: 24 projections, sum R'^2, sum u^2, 6 unused
@@ -72,7 +90,7 @@ def seam_kernel(
     COLS: tl.constexpr,  # columns a program: a multiple of BLOCK_H
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,  # divides H
-    VENDOR: tl.constexpr,
+    FENCE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -111,8 +129,9 @@ def seam_kernel(
         q3 = tl.load(pre_mix + row * 4 + 3, mask=live, other=0.0)[:, None]
 
     acc = tl.zeros([BLOCK_T, 64 if PACKED else 32], tl.float32)
-    stream_sq = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
-    collapse_sq = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
+    tail = tl.zeros([BLOCK_T, 16], tl.float32)
+    stream_sq = tl.zeros([BLOCK_T, BLOCK_H // 8], tl.float32)
+    collapse_sq = tl.zeros([BLOCK_T, BLOCK_H // 8], tl.float32)
     begin = split * COLS
     if H % COLS == 0:
         end = begin + COLS
@@ -138,10 +157,10 @@ def seam_kernel(
             b1 = (p1 * x + c01 * r0 + c11 * r1 + c21 * r2 + c31 * r3).to(tl.bfloat16)
             b2 = (p2 * x + c02 * r0 + c12 * r1 + c22 * r2 + c32 * r3).to(tl.bfloat16)
             b3 = (p3 * x + c03 * r0 + c13 * r1 + c23 * r2 + c33 * r3).to(tl.bfloat16)
-            b0 = keep_layout(b0, VENDOR)
-            b1 = keep_layout(b1, VENDOR)
-            b2 = keep_layout(b2, VENDOR)
-            b3 = keep_layout(b3, VENDOR)
+            b0 = keep_layout(b0, FENCE)
+            b1 = keep_layout(b1, FENCE)
+            b2 = keep_layout(b2, FENCE)
+            b3 = keep_layout(b3, FENCE)
             tl.store(residual_out + at, b0, mask=mask)
             tl.store(residual_out + at + H, b1, mask=mask)
             tl.store(residual_out + at + 2 * H, b2, mask=mask)
@@ -150,24 +169,33 @@ def seam_kernel(
         r1 = b1.to(tl.float32)
         r2 = b2.to(tl.float32)
         r3 = b3.to(tl.float32)
-        stream_sq += r0 * r0 + r1 * r1 + r2 * r2 + r3 * r3
+        stream_sq += sum8(r0 * r0 + r1 * r1 + r2 * r2 + r3 * r3)
         # u = bf16( sum_j q_j * R'_j )
         if pre_mix is not None:
             u = (q0 * r0 + q1 * r1 + q2 * r2 + q3 * r3).to(tl.bfloat16)
         else:
             u = b0
         tl.store(collapsed + row[:, None] * H + cols[None, :], u, mask=mask)
-        collapse_sq += u.to(tl.float32) * u.to(tl.float32)
+        collapse_sq += sum8(u.to(tl.float32) * u.to(tl.float32))
         # m += W . R'
-        acc = project(b0, weight, acc, 0, cols, H)
-        acc = project(b1, weight, acc, 1, cols, H)
-        acc = project(b2, weight, acc, 2, cols, H)
-        acc = project(b3, weight, acc, 3, cols, H)
+        acc, tail = project(b0, weight, acc, tail, 0, cols, H)
+        acc, tail = project(b1, weight, acc, tail, 1, cols, H)
+        acc, tail = project(b2, weight, acc, tail, 2, cols, H)
+        acc, tail = project(b3, weight, acc, tail, 3, cols, H)
 
-    if PACKED:  # hi and lo products side by side, 32 columns each
-        acc = tl.sum(tl.reshape(acc, [BLOCK_T, 2, 32]), axis=1)
-    k = tl.arange(0, 32)[None, :]
-    acc = tl.where(k == 24, tl.sum(stream_sq, axis=1)[:, None], acc)
-    acc = tl.where(k == 25, tl.sum(collapse_sq, axis=1)[:, None], acc)
-    at = (split.to(tl.int64) * T + row)[:, None] * 32 + k
-    tl.store(partials + at, acc, mask=live[:, None])
+    out = partials + (split.to(tl.int64) * T + row) * 32
+    mask = live[:, None]
+    if PACKED:  # undo the row order of pack.py
+        acc = tl.reshape(acc, [BLOCK_T, 4, 16])
+        group = tl.arange(0, 4)[None, :, None]
+        head = tl.sum(tl.where(group < 3, acc, 0.0), axis=1)
+        rest = tl.sum(tl.where(group == 3, acc, 0.0), axis=1)
+        rest = tl.sum(tl.reshape(rest, [BLOCK_T, 2, 8]), axis=1)
+        rest += tl.sum(tl.reshape(tail, [BLOCK_T, 2, 8]), axis=1)  # its last 8 columns are 0
+        tl.store(out[:, None] + tl.arange(0, 16)[None, :], head, mask=mask)
+        tl.store(out[:, None] + 16 + tl.arange(0, 8)[None, :], rest, mask=mask)
+    else:
+        k = tl.arange(0, 32)[None, :]
+        tl.store(out[:, None] + k, acc, mask=mask & (k < 24))
+    tl.store(out + 24, tl.sum(stream_sq, axis=1), mask=live)
+    tl.store(out + 25, tl.sum(collapse_sq, axis=1), mask=live)

@@ -1,0 +1,92 @@
+"""Compiles launches ahead of time, for chips that are not here, and reads what came out."""
+
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+# Shared memory that one program may have, bytes.
+TARGETS = {
+    "sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024),
+    "sm_90": (GPUTarget("cuda", 90, 32), 227 * 1024),
+    "sm_100": (GPUTarget("cuda", 100, 32), 227 * 1024),
+    "sm_120": (GPUTarget("cuda", 120, 32), 99 * 1024),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * 1024),
+    "gfx950": (GPUTarget("hip", "gfx950", 64), 160 * 1024),
+}
+MATRIX_INSTRUCTION = re.compile(r"\b(wgmma\.mma|mma\.sync|tcgen05\.mma|v_mfma)")
+_POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+}
+
+
+class Compiled(NamedTuple):
+    shared: int  # bytes
+    registers: int
+    spills: int  # bytes of stores, or spilled registers on AMD
+    assembly: str  # ptx or amdgcn
+
+
+def vendor(architecture):
+    return "nvidia" if architecture.startswith("sm_") else "amd"
+
+
+def compile_step(step, architecture):
+    """Compile a `launch.Launch` whose tensors may be on the meta device."""
+    target, _ = TARGETS[architecture]
+    kernel = step.kernel
+    unaligned = set(kernel.do_not_specialize_on_alignment or ())
+    signature, constants, attributes = {}, {}, {}
+    for position, name in enumerate(kernel.arg_names):
+        if position >= len(step.args):
+            signature[name] = "constexpr"
+            constants[(position,)] = step.constants[name]
+            continue
+        value = step.args[position]
+        if value is None:
+            signature[name] = "constexpr"
+            constants[(position,)] = None
+        elif isinstance(value, torch.Tensor):
+            signature[name] = _POINTERS[value.dtype]
+            if name not in unaligned:
+                attributes[(position,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+    source = ASTSource(kernel, signature, constants, attributes)
+    built = triton.compile(source, target=target, options=dict(step.options))
+    if target.backend == "cuda":
+        registers, spills = _ptxas(built.asm["ptx"], target.arch)
+        return Compiled(built.metadata.shared, registers, spills, built.asm["ptx"])
+    text = built.asm["amdgcn"]
+    spills = _number(text, r"\.vgpr_spill_count:\s+(\d+)")
+    spills += _number(text, r"\.private_segment_fixed_size:\s+(\d+)")
+    return Compiled(built.metadata.shared, _number(text, r"\.vgpr_count:\s+(\d+)"), spills, text)
+
+
+def _number(text, pattern):
+    return int(re.search(pattern, text).group(1))
+
+
+def _ptxas(ptx, arch):
+    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
+    newer = folder / "ptxas-blackwell"
+    tool = newer if arch >= 100 and newer.exists() else folder / "ptxas"
+    name = re.search(r"\.target\s+(sm_\w+)", ptx).group(1)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
+        f.write(ptx)
+        f.flush()
+        out = subprocess.run(
+            [tool, "-v", f"--gpu-name={name}", f.name, "-o", os.devnull],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+    return _number(out, r"Used (\d+) registers"), _number(out, r"(\d+) bytes spill stores")
