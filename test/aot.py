@@ -4,12 +4,12 @@ import os
 import re
 import subprocess
 import tempfile
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 # Shared memory that one program may have, bytes.
@@ -76,9 +76,7 @@ def _number(text, pattern):
 
 
 def _ptxas(ptx, arch):
-    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
-    newer = folder / "ptxas-blackwell"
-    tool = newer if arch >= 100 and newer.exists() else folder / "ptxas"
+    tool = get_ptxas(arch).path
     name = re.search(r"\.target\s+(sm_\w+)", ptx).group(1)
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
         f.write(ptx)

@@ -1,0 +1,98 @@
+"""Timing shared by the benchmarks: graph replay, cold L2, the byte model, the copy ceiling."""
+
+import datetime
+import json
+import pathlib
+import statistics
+
+import torch
+import triton
+
+import mhc_ops
+from mhc_ops.testing import make_inputs
+
+RESULTS = pathlib.Path(__file__).with_name("results")
+
+
+def seam_bytes(tokens, hidden_size):
+    """Bytes that a fused seam must move: R, x in; R', layer_input out; fn."""
+    return tokens * hidden_size * 2 * (4 + 1 + 4 + 1) + 24 * 4 * hidden_size * 4
+
+
+def rotating_inputs(tokens, hidden_size, **options):
+    """Enough `Given`s that one round over them is twice the L2: every call finds its cold."""
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size
+    count = max(1, min(64, 2 * l2 // seam_bytes(tokens, hidden_size) + 1))
+    # Seeds beyond a few only cost time on the host; clones have addresses of their own.
+    first = [
+        make_inputs(tokens, hidden_size, seed=seed, device="cuda", **options)
+        for seed in range(min(count, 4))
+    ]
+    return [_clone(first[i % len(first)]) for i in range(count)]
+
+
+def _clone(given):
+    return given._make(a.clone() if isinstance(a, torch.Tensor) else a for a in given)
+
+
+def graph_time(call, inputs, replays=25, least_us=500.0):
+    """Median time of one call in us, from replays of a CUDA graph that calls every input."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.no_grad():
+        call(inputs[0])
+        stream.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call(inputs[0])
+        end.record()
+        stream.synchronize()
+        rounds = max(1, round(least_us / (begin.elapsed_time(end) * 1e3 * len(inputs))))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(rounds):
+                for given in inputs:
+                    call(given)
+        graph.replay()
+        times = []
+        for _ in range(replays):
+            begin.record()
+            graph.replay()
+            end.record()
+            stream.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3 / (rounds * len(inputs)))
+    return statistics.median(times)
+
+
+def copy_bandwidth(gigabytes=4, repeats=10):
+    """Device-to-device copy in GB/s, counting bytes read and written: the ceiling.
+
+    Outside a graph: a captured copy becomes a copy-engine node, a third slower.
+    """
+    source = torch.empty(gigabytes * 2**30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    target.copy_(source)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for _ in range(repeats):
+        begin.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return 2 * source.numel() / statistics.median(times) / 1e6
+
+
+def environment():
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "mhc_ops": mhc_ops.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def save(path, results):
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")

@@ -1,0 +1,52 @@
+"""Outputs and workspaces inside larger allocations: NaN within, a pattern around."""
+
+import contextlib
+
+import pytest
+import torch
+
+MARGIN = 4096  # bytes on each side; a multiple of every alignment that the kernels use
+PATTERN = 0xA5
+
+
+def guarded(size, dtype, device, buffers):
+    """A tensor of NaN (all bits set) in the middle of a buffer, which is appended to `buffers`."""
+    count = 1
+    for n in size:
+        count *= n
+    length = count * dtype.itemsize
+    buffer = torch.full((length + 2 * MARGIN,), PATTERN, dtype=torch.uint8, device=device)
+    buffers.append(buffer)
+    inside = buffer[MARGIN : MARGIN + length]
+    inside.fill_(0xFF)
+    return inside.view(dtype).view(size)
+
+
+def copy(tensor, buffers):
+    return guarded(tensor.shape, tensor.dtype, tensor.device, buffers).copy_(tensor)
+
+
+def check(buffers):
+    for buffer in buffers:
+        assert (buffer[:MARGIN] == PATTERN).all(), "written before the beginning"
+        assert (buffer[-MARGIN:] == PATTERN).all(), "written past the end"
+
+
+@contextlib.contextmanager
+def allocations(at_least):
+    """Guards what is allocated through Tensor.new_empty: the outputs and workspaces of a seam.
+
+    What is read before it was written is NaN. At the end the surroundings must be intact, and
+    at least so many tensors must have been allocated: a seam that gets its memory in another
+    way would not be guarded at all.
+    """
+    buffers = []
+
+    def new_empty(self, size, *, dtype=None):
+        return guarded(tuple(size), dtype or self.dtype, self.device, buffers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", new_empty)
+        yield buffers
+    assert len(buffers) >= at_least, "allocated past the canaries"
+    check(buffers)

@@ -1,0 +1,205 @@
+"""The Triton kernels themselves, under Triton's interpreter: no GPU needed."""
+
+import dataclasses
+
+import bf16_interpreter  # noqa: F401  before any kernel runs
+import canary
+import pytest
+import torch
+from cases import OPTIONAL, assert_same_bits, judged, label, without_post
+
+from mhc_ops import configs, launch, ops, outputs
+from mhc_ops.testing import assert_accurate, make_inputs
+
+pytestmark = pytest.mark.interpreter
+
+# A Sinkhorn iteration takes about 5 ms of a gate program here.
+FEW = 3
+
+PLAIN = configs.Config(
+    max_tokens=None, block_t=16, block_h=64, cols=128, warps=4, stages=1, fence=False, pack=False,
+    gate_t=16, split_block=4, norm_t=16, norm_cols=None, norm_block=128, finish_warps=4,
+)  # fmt: skip
+# One edge of the kernels at a time, where PLAIN is in the middle.
+EDGES = {
+    "plain": {},
+    "one split": {"cols": None},
+    "a split a step": {"cols": 64},
+    "splits of unequal size": {"cols": 192},
+    "a split wider than H": {"cols": 1024},
+    "narrow steps": {"block_h": 16, "cols": 96},
+    "wide steps": {"block_h": 128, "cols": 128},
+    "32 tokens": {"block_t": 32},
+    "64 tokens": {"block_t": 64},
+    "packed": {"pack": True},
+    "packed, one split": {"pack": True, "cols": None, "block_t": 64},
+    "gates a token each": {"gate_t": 1},
+    "gates of all tokens": {"gate_t": 64},
+    "splits one by one": {"split_block": 1},
+    "more than all splits": {"split_block": 32},
+    "norm a token each": {"norm_t": 1},
+    "norm over several programs": {"norm_cols": 128},
+    "norm over unequal programs": {"norm_cols": 256},
+    "norm programs between steps": {"norm_cols": 192, "norm_block": 128},
+    "norm steps past H": {"norm_block": 1024},
+}
+
+
+def seam(config, given):
+    """The five results of the kernels, streams first."""
+    # "" is no vendor: the fence is inline assembly, which the interpreter does not run.
+    streams = None if given.sublayer_out is None else outputs.streams(given.residual)
+    return seam_into(config, given, streams)
+
+
+def seam_into(config, given, streams):
+    post_mix, comb_mix, next_pre_mix = outputs.gates(given.residual)
+    made = ops.Made(streams, post_mix, comb_mix, outputs.layer_input(given.residual), next_pre_mix)
+    launch.run_with(config, "", given, made)
+    return (given.residual, *made[1:]) if streams is None else tuple(made)
+
+
+def fits(config, hidden_size):
+    return config.block_h <= hidden_size and hidden_size % config.block_h == 0
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 33])
+@pytest.mark.parametrize("edge", EDGES)
+def test_configuration(seed, edge, tokens):
+    config = dataclasses.replace(PLAIN, **EDGES[edge])
+    given = make_inputs(tokens, 384, seed=seed, hc_scale=10, sinkhorn_repeat=FEW)
+    allocated = 6 + config.pack
+    with canary.allocations(at_least=allocated):
+        results = seam(config, given)
+    assert_accurate(given, results)
+
+
+def shipped():
+    """Every shipped row once, whatever tells two rows apart for the interpreter."""
+    seen = {}
+    for name in configs.architectures():
+        for hidden_size in (4096, 5120, 7168):
+            for row in configs.rows(name, hidden_size):
+                blank = {"max_tokens": None, "warps": 4, "finish_warps": 4, "stages": 1, "why": ""}
+                seen.setdefault(dataclasses.replace(row, **blank), f"{name}-{row.max_tokens}")
+    return [pytest.param(row, id=name) for row, name in seen.items()]
+
+
+@pytest.mark.parametrize("config", shipped())
+def test_shipped_configuration(seed, config):
+    hidden_size = 256 if fits(config, 256) else 4 * config.block_h
+    given = make_inputs(3, hidden_size, seed=seed, hc_scale=10, sinkhorn_repeat=FEW)
+    with canary.allocations(at_least=6):
+        results = seam(config, given)
+    assert_accurate(given, results)
+
+
+@pytest.mark.parametrize("post", [True, False], ids=["post", "no_post"])
+@pytest.mark.parametrize("pack", [True, False], ids=["packed", "plain"])
+@pytest.mark.parametrize("optional", OPTIONAL, ids=label)
+def test_optional_inputs(seed, optional, pack, post):
+    given = make_inputs(5, 256, seed=seed, sinkhorn_repeat=FEW, **optional)
+    given = given if post else without_post(given)
+    with canary.allocations(at_least=(6 if post else 5) + pack):
+        results = seam(dataclasses.replace(PLAIN, pack=pack), given)
+    assert_accurate(given, results)
+
+
+@pytest.mark.parametrize("hidden_size", [128, 384, 640])
+@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 65])
+def test_tokens_around_the_tiles(seed, tokens, hidden_size):
+    given = make_inputs(tokens, hidden_size, seed=seed, sinkhorn_repeat=FEW)
+    with canary.allocations(at_least=6):
+        results = seam(PLAIN, given)
+    assert_accurate(given, results)
+
+
+@pytest.mark.parametrize("repeat", [1, 20])
+@pytest.mark.parametrize("hc_scale", [1, 30])
+def test_gate_scales_and_iterations(seed, repeat, hc_scale):
+    given = make_inputs(17, 256, seed=seed, hc_scale=hc_scale, sinkhorn_repeat=repeat)
+    assert_accurate(given, seam(PLAIN, given))
+
+
+@pytest.mark.parametrize("factor", [50, 1e4])
+def test_huge_comb_logits(seed, factor):
+    given = make_inputs(17, 128, seed=seed)
+    base = given.hc_base.clone()
+    base[8:] *= factor
+    given = given._replace(hc_base=base)
+    results = seam(PLAIN, given)
+    assert all(r.isfinite().all() for r in results)
+    assert_accurate(given, results)
+
+
+@pytest.mark.parametrize("cols", [64, None])
+def test_in_place(seed, cols):
+    """Programs of the same tokens run one after the other over the streams that they replace."""
+    config = dataclasses.replace(PLAIN, cols=cols)
+    given = make_inputs(17, 256, seed=seed, sinkhorn_repeat=FEW)
+    wanted = seam(config, given)
+    buffers = []
+    inside = given._replace(residual=canary.copy(given.residual, buffers))
+    assert_same_bits(seam_into(config, inside, inside.residual), wanted)
+    canary.check(buffers)
+
+
+def test_pre_delayed_is_the_rest(seed):
+    given = make_inputs(17, 256, seed=seed, sinkhorn_repeat=FEW)
+    whole = seam(PLAIN, given)
+    rest = judged("pre_delayed", given._replace(residual=whole[0]))
+    assert_same_bits(seam(PLAIN, rest), whole)
+
+
+def test_a_permutation_moves_streams(seed):
+    given = make_inputs(17, 256, seed=seed, sinkhorn_repeat=1)
+    comb = torch.roll(torch.eye(4), 1, dims=1).expand(17, 4, 4)
+    given = given._replace(comb_res_mix=comb, post_layer_mix=torch.zeros(17, 4))
+    assert torch.equal(seam(PLAIN, given)[0], torch.roll(given.residual, 1, dims=1))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_row_stays_alone(seed, value):
+    given = make_inputs(17, 128, seed=seed, sinkhorn_repeat=FEW)
+    wanted = seam(PLAIN, given)
+    residual = given.residual.clone()
+    residual[3] = value
+    got = seam(PLAIN, given._replace(residual=residual))
+    others = [t for t in range(17) if t != 3]
+    assert_same_bits([g[others] for g in got], [w[others] for w in wanted])
+    assert all(not g[3].isfinite().any() for g in got)
+
+
+@pytest.mark.parametrize("pack", [True, False], ids=["packed", "plain"])
+def test_fifty_times_the_same_bits(seed, pack):
+    given = make_inputs(2, 128, seed=seed, sinkhorn_repeat=1)
+    config = dataclasses.replace(PLAIN, pack=pack, cols=64, block_h=64)
+    wanted = seam(config, given)
+    for _ in range(50):
+        with canary.allocations(at_least=6):
+            results = seam(config, given)
+        assert_same_bits(results, wanted)
+
+
+def test_packing_loses_nothing(seed):
+    """hi + mid + lo is fn exactly."""
+    given = make_inputs(1, 128, seed=seed)
+    pack, *_ = launch.plan(dataclasses.replace(PLAIN, pack=True), "", given, made_for(given))
+    pack.kernel[pack.grid](*pack.args, **pack.constants, **pack.options)
+    packed = pack.args[1].double()
+    first, last = packed[:48].view(3, 16, -1), packed[48:].view(3, 8, -1)
+    assert torch.equal(torch.cat((first.sum(0), last.sum(0))), given.fn.double())
+
+
+def made_for(given):
+    post_mix, comb_mix, next_pre_mix = outputs.gates(given.residual)
+    streams, layer_input = outputs.streams(given.residual), outputs.layer_input(given.residual)
+    return ops.Made(streams, post_mix, comb_mix, layer_input, next_pre_mix)
+
+
+def test_no_tokens_launch_nothing(monkeypatch):
+    monkeypatch.setattr(launch, "run_with", None)  # not callable
+    given = make_inputs(0, 128)
+    made = made_for(given)
+    launch.run(given, made)
+    assert made.residual_out.shape == (0, 4, 128)
