@@ -8,7 +8,6 @@ drops those that spill too much to be right or fail to compile, then times on on
 
 import argparse
 import concurrent.futures
-import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -23,7 +22,15 @@ from mhc_ops.configs import Config
 def seam_candidates(tokens, hidden):
     """The first launch: (block_t, block_h, cols, warps, stages, fence, pack)."""
     if tokens <= 16:
-        space = ((16,), (32, 64, 128), (32, 64, 128, 256), (1, 2, 4, 8), (1,), (True, False), (False,))
+        space = (
+            (16,),
+            (32, 64, 128),
+            (32, 64, 128, 256),
+            (1, 2, 4, 8),
+            (1,),
+            (True, False),
+            (False,),
+        )
     elif tokens <= 64:
         space = ((16, 32), (32, 64, 128), (64, 128, 256), (4, 8), (1, 3), (True,), (False,))
     elif tokens <= 256:
@@ -110,7 +117,7 @@ def call(config):
 
 def compile_one(job):
     """In a worker: compile, run once, compare with float64. None if it failed."""
-    hidden, tokens, fields = job
+    hidden, fields = job
     try:
         for scale in (1, 30):
             given = testing.make_inputs(33, hidden, seed=3, device="cuda", hc_scale=scale)
@@ -128,9 +135,9 @@ def time_all(jobs, pool, inputs):
         if failure is None:
             timed.append(job)
         else:
-            print("  dropped", {k: job[2][k] for k in list(job[2])[:7]}, failure, flush=True)
+            print("  dropped", {k: job[1][k] for k in list(job[1])[:7]}, failure, flush=True)
     results = []
-    for _, _, fields in timed:
+    for _, fields in timed:
         us = graph_time(call(Config(max_tokens=None, **fields)), inputs, replays=7, least_us=300)
         results.append((us, fields))
     return sorted(results, key=lambda pair: pair[0])
@@ -153,13 +160,13 @@ def main():
             inputs = rotating_inputs(tokens, hidden)
             seams = list(seam_candidates(tokens, hidden))
             jobs = [
-                (hidden, tokens, {**seam, **default_finish(tokens, splits_of(hidden, seam))})
+                (hidden, {**seam, **default_finish(tokens, splits_of(hidden, seam))})
                 for seam in seams
             ]
             first = time_all(jobs, pool, inputs)
             best = {k: first[0][1][k] for k in seams[0]}
             jobs = [
-                (hidden, tokens, {**best, **finish})
+                (hidden, {**best, **finish})
                 for finish in finish_candidates(tokens, hidden, splits_of(hidden, best))
             ]
             second = time_all(jobs, pool, inputs)

@@ -1,4 +1,4 @@
-"""The input contract, once: the fake kernels, the CPU backend and the GPU backend all call `check`."""
+"""The input contract, once: fake kernels, CPU and GPU backend all call `check`."""
 
 import math
 from typing import NamedTuple
@@ -68,10 +68,13 @@ def check(op, tensors, epsilons, sinkhorn_repeat=1, *, addresses=True):
                 f"[{', '.join(map(str, shape))}] = {[sizes.get(d, d) for d in shape]}"
                 for shape in wanted.shapes
             )
-            raise ValueError(f"mhc::{op}: {name} must have shape {shapes}, got {list(tensor.shape)}")
+            raise ValueError(
+                f"mhc::{op}: {name} must have shape {shapes}, got {list(tensor.shape)}"
+            )
         if tensor.device != device:
             raise ValueError(
-                f"mhc::{op}: {name} must be on the device of residual, {device}, got {tensor.device}"
+                f"mhc::{op}: {name} must be on the device of residual, {device}, "
+                f"got {tensor.device}"
             )
         if wanted.dense:
             if not tensor.is_contiguous():

@@ -40,9 +40,7 @@ def warmup(hidden_size, max_tokens, *, device=None):
     ready = set()
     with torch.cuda.device(device), torch.no_grad():
         rows = configs.rows(launch.architecture(device.index), hidden_size)
-        first_unlimited = configs.lookup(
-            launch.architecture(device.index), hidden_size, max_tokens
-        )
+        first_unlimited = configs.lookup(launch.architecture(device.index), hidden_size, max_tokens)
         for config in rows[: rows.index(first_unlimited) + 1]:
             for given, made in single_token_calls(hidden_size, device):
                 for step in launch.plan(config, launch.vendor(), given, made):
