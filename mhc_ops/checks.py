@@ -22,6 +22,7 @@ class Argument(NamedTuple):
 
 
 ARGUMENTS = {
+    "x": Argument((("T", "H"),), _BF16, True),
     "residual": Argument((("T", HC_MULT, "H"),), _BF16, True),
     "residual_out": Argument((("T", HC_MULT, "H"),), _BF16, True),
     "sublayer_out": Argument((("T", "H"),), _BF16, True),
@@ -33,23 +34,23 @@ ARGUMENTS = {
     "hc_base": Argument(((GATES,),), _FP32, False),
     "norm_weight": Argument((("H",),), (torch.bfloat16, torch.float32), True),
 }
+_FOLDED_FN = Argument(((GATES, "H"),), _FP32, True)  # what goes with x
 
 
-def check(op, tensors, epsilons, sinkhorn_repeat=1, *, addresses=True):
+def check(op, tensors, epsilons, sinkhorn_repeat, *, addresses=True):
     """Raise what the contract says about bad input; return nothing when all is well.
 
-    tensors: {argument name: tensor or None}, `residual` first.
-    epsilons: {argument name: float}.
+    tensors: {argument name: tensor or None}, first `residual`, or `x` where the model begins.
+    epsilons: {argument name: float}; like sinkhorn_repeat, None where an operator has none.
     addresses: False under fake and meta tensors, which have no storage to compare.
     """
-    residual = tensors["residual"]
-    if residual.dim() != 3 or residual.shape[1] != HC_MULT or residual.shape[2] == 0:
-        raise ValueError(
-            f"mhc::{op}: residual must have shape [T, hc_mult, H] with hc_mult = {HC_MULT}, "
-            f"got {list(residual.shape)}"
-        )
-    tokens, _, hidden = residual.shape
-    device = residual.device
+    first, source = next(iter(tensors.items()))
+    streams = () if first == "x" else (HC_MULT,)
+    if source.dim() != 2 + len(streams) or source.shape[1:-1] != streams or source.shape[-1] == 0:
+        wanted = f"[T, hc_mult, H] with hc_mult = {HC_MULT}" if streams else "[T, H]"
+        raise ValueError(f"mhc::{op}: {first} must have shape {wanted}, got {list(source.shape)}")
+    tokens, hidden = source.shape[0], source.shape[-1]
+    device = source.device
     on_gpu = device.type == "cuda"
     if on_gpu and hidden % 128 != 0:
         raise ValueError(f"mhc::{op}: H must be a multiple of 128 on a GPU, got H = {hidden}")
@@ -58,7 +59,7 @@ def check(op, tensors, epsilons, sinkhorn_repeat=1, *, addresses=True):
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        wanted = ARGUMENTS[name]
+        wanted = _FOLDED_FN if (first, name) == ("x", "fn") else ARGUMENTS[name]
         if tensor.dtype not in wanted.dtypes:
             names = " or ".join(str(d).removeprefix("torch.") for d in wanted.dtypes)
             got = str(tensor.dtype).removeprefix("torch.")
@@ -73,8 +74,7 @@ def check(op, tensors, epsilons, sinkhorn_repeat=1, *, addresses=True):
             )
         if tensor.device != device:
             raise ValueError(
-                f"mhc::{op}: {name} must be on the device of residual, {device}, "
-                f"got {tensor.device}"
+                f"mhc::{op}: {name} must be on the device of {first}, {device}, got {tensor.device}"
             )
         if wanted.dense:
             if not tensor.is_contiguous():
@@ -89,9 +89,9 @@ def check(op, tensors, epsilons, sinkhorn_repeat=1, *, addresses=True):
                 )
 
     for name, value in epsilons.items():
-        if not (math.isfinite(value) and value >= 0):
+        if value is not None and not (math.isfinite(value) and value >= 0):
             raise ValueError(f"mhc::{op}: {name} must be finite and not negative, got {value}")
-    if sinkhorn_repeat < 1:
+    if sinkhorn_repeat is not None and sinkhorn_repeat < 1:
         raise ValueError(f"mhc::{op}: sinkhorn_repeat must be at least 1, got {sinkhorn_repeat}")
 
     if addresses and tensors.get("residual_out") is not None:

@@ -11,6 +11,7 @@ collapse gate):
     comb' = sinkhorn( m[8:24] * r * s2 + b[8:24] )      [n, n], source first
     u    = bf16( sum_j q_j * R'_j )                                               collapse
     layer_input = bf16( u * rsqrt( sum(u^2) / H + norm_eps ) * w )                norm
+    aux  = bf16( sum_j R'_j / n )
 
 x is `sublayer_out`, p `post_layer_mix`, C `comb_res_mix`, q `pre_mix`, W `fn`, s `hc_scale`,
 b `hc_base`, w `norm_weight`. Sinkhorn: softmax over j plus eps, columns scaled to sum 1, then
@@ -19,7 +20,9 @@ b `hc_base`, w `norm_weight`. Sinkhorn: softmax over j plus eps, columns scaled 
 Inputs, for every function that takes them:
 
     residual        [T, 4, H]  bf16, contiguous       the streams R
+    x               [T, H]     bf16, contiguous       the model's entry: R'_j = x for every j
     fn              [24, 4*H]  fp32, contiguous       rows 0..3 pre, 4..7 post, 8 + 4i + j comb
+                               (with x: [24, H], see fold_fn)
     hc_scale        [3]        fp32, any strides      pre, post, comb
     hc_base         [24]       fp32, any strides
     pre_mix         [T, 4]     fp32, any strides, or None: the collapse is stream 0 of R'
@@ -32,7 +35,8 @@ Inputs, for every function that takes them:
 On a GPU, H is a multiple of 128 and the contiguous inputs are 16-byte aligned. T may be 0.
 
 Outputs, fresh and contiguous: residual_out [T, 4, H] bf16, post_mix [T, 4, 1] fp32, comb_mix
-[T, 4, 4] fp32, layer_input [T, H] bf16, next_pre_mix [T, 4] fp32 (the next seam's pre_mix).
+[T, 4, 4] fp32, layer_input and aux [T, H] bf16, next_pre_mix [T, 4] fp32 (the next seam's
+pre_mix). What two functions share they agree on to the last bit, the gates to 1e-6.
 
 Raises ValueError (shape, device, layout, eps), TypeError (dtype) or RuntimeError (an input
 requires grad while grad mode is on), before anything is launched or written.
@@ -41,7 +45,7 @@ requires grad while grad mode is on), before anything is launched or written.
 import torch
 from torch import Tensor
 
-from .checks import require_together
+from .checks import GATES, HC_MULT, require_together
 
 
 def post_pre_delayed(
@@ -67,22 +71,10 @@ def post_pre_delayed(
         residual_out, post_mix, comb_mix, layer_input, next_pre_mix. Shapes, dtypes, errors and
         the formula: see `mhc_ops.functional`.
     """
+    gate = (fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps)
+    gate += (hc_post_mult_value, sinkhorn_repeat)
     return torch.ops.mhc.post_pre_delayed.default(
-        residual,
-        fn,
-        hc_scale,
-        hc_base,
-        rms_eps,
-        hc_pre_eps,
-        hc_sinkhorn_eps,
-        hc_post_mult_value,
-        sinkhorn_repeat,
-        pre_mix,
-        sublayer_out,
-        post_layer_mix,
-        comb_res_mix,
-        norm_weight,
-        norm_eps,
+        residual, *gate, pre_mix, sublayer_out, post_layer_mix, comb_res_mix, norm_weight, norm_eps
     )
 
 
@@ -109,22 +101,10 @@ def post_pre_delayed_(
         post_mix, comb_mix, layer_input, next_pre_mix. Shapes, dtypes, errors and the formula:
         see `mhc_ops.functional`.
     """
+    gate = (fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps)
+    gate += (hc_post_mult_value, sinkhorn_repeat)
     return torch.ops.mhc.post_pre_delayed_.default(
-        residual,
-        fn,
-        hc_scale,
-        hc_base,
-        rms_eps,
-        hc_pre_eps,
-        hc_sinkhorn_eps,
-        hc_post_mult_value,
-        sinkhorn_repeat,
-        pre_mix,
-        sublayer_out,
-        post_layer_mix,
-        comb_res_mix,
-        norm_weight,
-        norm_eps,
+        residual, *gate, pre_mix, sublayer_out, post_layer_mix, comb_res_mix, norm_weight, norm_eps
     )
 
 
@@ -155,16 +135,11 @@ def post_pre_delayed_out(
         post_mix, comb_mix, layer_input, next_pre_mix. Shapes, dtypes, errors and the formula:
         see `mhc_ops.functional`.
     """
+    gate = (fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps)
+    gate += (hc_post_mult_value, sinkhorn_repeat)
     return torch.ops.mhc.post_pre_delayed_out.default(
         residual,
-        fn,
-        hc_scale,
-        hc_base,
-        rms_eps,
-        hc_pre_eps,
-        hc_sinkhorn_eps,
-        hc_post_mult_value,
-        sinkhorn_repeat,
+        *gate,
         pre_mix,
         sublayer_out,
         post_layer_mix,
@@ -195,20 +170,144 @@ def pre_delayed(
         post_mix, comb_mix, layer_input, next_pre_mix. Shapes, dtypes, errors and the formula:
         see `mhc_ops.functional`.
     """
-    return torch.ops.mhc.pre_delayed.default(
+    gate = (fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps)
+    gate += (hc_post_mult_value, sinkhorn_repeat)
+    return torch.ops.mhc.pre_delayed.default(residual, *gate, pre_mix, norm_weight, norm_eps)
+
+
+def post_pre_delayed_aux(
+    residual: Tensor,
+    fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    pre_mix: Tensor | None,
+    sublayer_out: Tensor,
+    post_layer_mix: Tensor,
+    comb_res_mix: Tensor,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The whole seam, and the mean of the new streams: the hidden state that draft models read.
+
+    Returns:
+        residual_out, post_mix, comb_mix, layer_input, next_pre_mix, aux. Shapes, dtypes, errors
+        and the formula: see `mhc_ops.functional`.
+    """
+    gate = (fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps)
+    gate += (hc_post_mult_value, sinkhorn_repeat)
+    return torch.ops.mhc.post_pre_delayed_aux.default(
+        residual, *gate, pre_mix, sublayer_out, post_layer_mix, comb_res_mix, norm_weight, norm_eps
+    )
+
+
+def expand_pre_delayed(
+    x: Tensor,
+    fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The model's entry: `x` [T, H] becomes all four streams, and the first seam's gates are made.
+
+    The streams being equal, `fn` is folded to [24, H] (once, with `fold_fn`), the mean of squares
+    is over H, and the collapse is x.
+
+    Returns:
+        residual (four copies of x), post_mix, comb_mix, layer_input, next_pre_mix. Shapes,
+        dtypes, errors and the formula: see `mhc_ops.functional`.
+    """
+    gate = (fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps)
+    gate += (hc_post_mult_value, sinkhorn_repeat)
+    return torch.ops.mhc.expand_pre_delayed.default(x, *gate, norm_weight, norm_eps)
+
+
+def fold_fn(fn: Tensor) -> Tensor:
+    """`fn` [24, 4*H] for four equal streams: W . (x, x, x, x) = fold_fn(W) . x, [24, H] fp32.
+
+    Raises:
+        ValueError: fn is not [24, 4*H].  TypeError: fn is not fp32.
+    """
+    if fn.dim() != 2 or fn.shape[0] != GATES or fn.shape[1] % HC_MULT:
+        raise ValueError(f"fold_fn: fn must have shape [{GATES}, 4 * H], got {list(fn.shape)}")
+    if fn.dtype != torch.float32:
+        got = str(fn.dtype).removeprefix("torch.")
+        raise TypeError(f"fold_fn: fn must have dtype float32, got {got}")
+    return fn.unflatten(1, (HC_MULT, -1)).sum(1)
+
+
+def post(
+    residual: Tensor,
+    sublayer_out: Tensor,
+    post_layer_mix: Tensor,
+    comb_res_mix: Tensor,
+) -> Tensor:
+    """The first step of a seam alone, where something edits R' before `pre_delayed`.
+
+    Returns:
+        residual_out. Shapes, dtypes, errors and the formula: see `mhc_ops.functional`.
+    """
+    return torch.ops.mhc.post.default(residual, sublayer_out, post_layer_mix, comb_res_mix)
+
+
+def post_collapse(
+    residual: Tensor,
+    sublayer_out: Tensor,
+    post_layer_mix: Tensor,
+    comb_res_mix: Tensor,
+    pre_mix: Tensor | None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """A seam without its gates: the model's exit, or what a decode step waits for.
+
+    With `gates` on its residual_out it is `post_pre_delayed`.
+
+    Returns:
+        residual_out, layer_input. Shapes, dtypes, errors and
+        the formula: see `mhc_ops.functional`.
+    """
+    return torch.ops.mhc.post_collapse.default(
         residual,
-        fn,
-        hc_scale,
-        hc_base,
-        rms_eps,
-        hc_pre_eps,
-        hc_sinkhorn_eps,
-        hc_post_mult_value,
-        sinkhorn_repeat,
+        sublayer_out,
+        post_layer_mix,
+        comb_res_mix,
         pre_mix,
         norm_weight,
         norm_eps,
     )
+
+
+def gates(
+    residual: Tensor,
+    fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
+    sinkhorn_repeat: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gates of the next seam alone: `residual` already holds R'.
+
+    Returns:
+        post_mix, comb_mix, next_pre_mix. Shapes, dtypes, errors and
+        the formula: see `mhc_ops.functional`.
+    """
+    gate = (fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps)
+    gate += (hc_post_mult_value, sinkhorn_repeat)
+    return torch.ops.mhc.gates.default(residual, *gate)
 
 
 def mhc_post_pre_delayed(

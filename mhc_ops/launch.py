@@ -1,6 +1,7 @@
 """The GPU backend: configuration, workspace, grids, kernels. ("CUDA" in torch serves ROCm too.)"""
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -25,12 +26,12 @@ class Launch(NamedTuple):
 
 def run(given, made):
     """Fill `made` from `given` on the current stream, without synchronising."""
-    tokens, _, hidden = given.residual.shape
+    source = given.source
+    tokens, hidden = source.shape[0], source.shape[-1]
     if tokens == 0:
         return
-    device = given.residual.device
-    with torch.cuda.device(device):
-        config = configs.lookup(architecture(device.index), hidden, tokens)
+    with torch.cuda.device(source.device):
+        config = configs.lookup(architecture(source.device.index), hidden, tokens)
         run_with(config, vendor(), given, made)
 
 
@@ -41,42 +42,52 @@ def run_with(config, vendor, given, made):
 
 
 def plan(config, vendor, given, made):
-    """The launches of a seam, in order. Workspace comes from torch's allocator at each call, so
-    that streams and graphs are safe by construction."""
-    residual = given.residual
-    tokens, _, hidden = residual.shape
+    """The launches of an operator, in order: what is None in `given` and `made` is left out.
+
+    Workspace comes from torch's allocator at each call, so that streams and graphs are safe by
+    construction.
+    """
+    source = given.source
+    tokens, hidden = source.shape[0], source.shape[-1]
+    gates = made.post_mix is not None
+    norm = given.norm_weight is not None
+    k = hidden if given.residual is None else 4 * hidden
     weight = given.fn
-    if config.pack:
-        weight = residual.new_empty((72, 4 * hidden))
+    if gates and config.pack:
+        weight = source.new_empty((72, k))
+        block_k = math.gcd(k, 512)
         yield Launch(
             pack_kernel,
-            (24, 4 * hidden // 512),
+            (24, k // block_k),
             (given.fn, weight),
-            {"K": 4 * hidden, "BLOCK_K": 512},
+            {"K": k, "BLOCK_K": block_k},
             {"num_warps": 4},
         )
 
     cols = config.cols or hidden
     splits = triton.cdiv(hidden, cols)
-    partials = residual.new_empty((splits, tokens, PARTIALS), dtype=torch.float32)
-    residual_out = residual if made.residual_out is None else made.residual_out
+    partials = None
+    if gates or made.layer_input is not None:
+        partials = source.new_empty((splits, tokens, PARTIALS), dtype=torch.float32)
     yield Launch(
         seam_kernel,
         (triton.cdiv(tokens, config.block_t), splits),
         (
-            residual,
+            given.residual,
             given.sublayer_out,
             _dense(given.post_layer_mix),
             _dense(given.comb_res_mix),
             _dense(given.pre_mix),
             weight,
-            residual_out,
+            made.residual_out,
             made.layer_input,
+            made.aux,
             partials,
             tokens,
         ),
         {
             "H": hidden,
+            "K": k,
             "COLS": cols,
             "BLOCK_T": config.block_t,
             "BLOCK_H": config.block_h,
@@ -85,11 +96,13 @@ def plan(config, vendor, given, made):
         },
         {"num_warps": config.warps, "num_stages": config.stages},
     )
+    if not (gates or norm):
+        return
 
-    gate_programs = triton.cdiv(tokens, config.gate_t)
+    gate_programs = triton.cdiv(tokens, config.gate_t) if gates else 0
     norm_cols = config.norm_cols or hidden
     norm_programs = 0
-    if given.norm_weight is not None:
+    if norm:
         norm_programs = triton.cdiv(tokens, config.norm_t) * triton.cdiv(hidden, norm_cols)
     yield Launch(
         finish_kernel,
@@ -114,6 +127,7 @@ def plan(config, vendor, given, made):
         ),
         {
             "H": hidden,
+            "K": k,
             "SPLITS": splits,
             "SPLIT_BLOCK": config.split_block,
             "GATE_T": config.gate_t,

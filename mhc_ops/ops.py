@@ -10,37 +10,48 @@ from typing import NamedTuple
 import torch
 
 from . import outputs
-from .checks import check
+from .checks import ARGUMENTS, check
 
 
 class Given(NamedTuple):
-    """The inputs of a seam, in schema order. T tokens, H hidden size, 4 streams."""
+    """The inputs of an operator, in the schema order of post_pre_delayed; None: it has no such
+    input. T tokens, H hidden size, 4 streams."""
 
-    residual: torch.Tensor  # [T, 4, H] bf16
-    fn: torch.Tensor  # [24, 4 * H] fp32
-    hc_scale: torch.Tensor  # [3] fp32
-    hc_base: torch.Tensor  # [24] fp32
-    rms_eps: float
-    hc_pre_eps: float
-    hc_sinkhorn_eps: float
-    hc_post_mult_value: float
-    sinkhorn_repeat: int
+    residual: torch.Tensor | None  # [T, 4, H] bf16; None: sublayer_out becomes all four streams
+    fn: torch.Tensor | None  # [24, 4 * H] fp32, or [24, H] without residual
+    hc_scale: torch.Tensor | None  # [3] fp32
+    hc_base: torch.Tensor | None  # [24] fp32
+    rms_eps: float | None
+    hc_pre_eps: float | None
+    hc_sinkhorn_eps: float | None
+    hc_post_mult_value: float | None
+    sinkhorn_repeat: int | None
     pre_mix: torch.Tensor | None  # [T, 4] fp32; None: the collapse is stream 0
     sublayer_out: torch.Tensor | None  # [T, H] bf16; None: residual already is R', no post
     post_layer_mix: torch.Tensor | None  # [T, 4] or [T, 4, 1] fp32
     comb_res_mix: torch.Tensor | None  # [T, 4, 4] fp32, source stream first
     norm_weight: torch.Tensor | None = None  # [H] bf16 or fp32; None: no norm
-    norm_eps: float = 1e-6
+    norm_eps: float | None = 1e-6
+
+    @property
+    def source(self):
+        """The tensor whose first size is T and whose last is H."""
+        return self.sublayer_out if self.residual is None else self.residual
 
 
 class Made(NamedTuple):
-    """The outputs of a seam, for a backend to fill."""
+    """The outputs of an operator, for a backend to fill; None: it has no such output."""
 
-    residual_out: torch.Tensor | None  # [T, 4, H] bf16; may be given.residual; None without post
-    post_mix: torch.Tensor  # [T, 4, 1] fp32
-    comb_mix: torch.Tensor  # [T, 4, 4] fp32
-    layer_input: torch.Tensor  # [T, H] bf16
-    next_pre_mix: torch.Tensor  # [T, 4] fp32
+    residual_out: torch.Tensor | None  # [T, 4, H] bf16; may be given.residual
+    post_mix: torch.Tensor | None  # [T, 4, 1] fp32; with it the two other gates
+    comb_mix: torch.Tensor | None  # [T, 4, 4] fp32
+    layer_input: torch.Tensor | None  # [T, H] bf16
+    next_pre_mix: torch.Tensor | None  # [T, 4] fp32
+    aux: torch.Tensor | None = None  # [T, H] bf16
+
+
+_NO_GATE = (None,) * 8  # fn to sinkhorn_repeat
+_NO_POST = (None,) * 3  # sublayer_out to comb_res_mix
 
 
 def fake(given, made):
@@ -50,19 +61,25 @@ def fake(given, made):
 def post_pre_delayed(run, *args, **kwargs):
     given = Given(*args, **kwargs)
     _check("post_pre_delayed", run, given)
-    return _fill(run, given, outputs.streams(given.residual))
+    return _fill(run, given, outputs.streams(given.residual))[:5]
 
 
 def post_pre_delayed_(run, *args, **kwargs):
     given = Given(*args, **kwargs)
     _check("post_pre_delayed_", run, given, given.residual)
-    return _fill(run, given, given.residual)[1:]
+    return _fill(run, given, given.residual)[1:5]
 
 
 def post_pre_delayed_out(run, *args, residual_out, **kwargs):
     given = Given(*args, **kwargs)
     _check("post_pre_delayed_out", run, given, residual_out)
-    return _fill(run, given, residual_out)[1:]
+    return _fill(run, given, residual_out)[1:5]
+
+
+def post_pre_delayed_aux(run, *args, **kwargs):
+    given = Given(*args, **kwargs)
+    _check("post_pre_delayed_aux", run, given)
+    return _fill(run, given, outputs.streams(given.residual), aux=True)
 
 
 def pre_delayed(
@@ -82,36 +99,96 @@ def pre_delayed(
 ):
     gate = (fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps)
     gate += (hc_post_mult_value, sinkhorn_repeat)
-    no_post = (None, None, None)
-    given = Given(residual, *gate, pre_mix, *no_post, norm_weight, norm_eps)
+    given = Given(residual, *gate, pre_mix, *_NO_POST, norm_weight, norm_eps)
     _check("pre_delayed", run, given)
-    return _fill(run, given, None)[1:]
+    return _fill(run, given, None)[1:5]
+
+
+def expand_pre_delayed(
+    run,
+    x,
+    fn,
+    hc_scale,
+    hc_base,
+    rms_eps,
+    hc_pre_eps,
+    hc_sinkhorn_eps,
+    hc_post_mult_value,
+    sinkhorn_repeat,
+    norm_weight=None,
+    norm_eps=1e-6,
+):
+    gate = (fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps)
+    gate += (hc_post_mult_value, sinkhorn_repeat)
+    given = Given(None, *gate, None, x, None, None, norm_weight, norm_eps)
+    _check("expand_pre_delayed", run, given)
+    return _fill(run, given, outputs.streams(x))[:5]
+
+
+def post(run, residual, sublayer_out, post_layer_mix, comb_res_mix):
+    inputs = (sublayer_out, post_layer_mix, comb_res_mix)
+    given = Given(residual, *_NO_GATE, None, *inputs, None, None)
+    _check("post", run, given)
+    return _fill(run, given, outputs.streams(residual), collapse=False).residual_out
+
+
+def post_collapse(
+    run,
+    residual,
+    sublayer_out,
+    post_layer_mix,
+    comb_res_mix,
+    pre_mix,
+    norm_weight=None,
+    norm_eps=1e-6,
+):
+    inputs = (sublayer_out, post_layer_mix, comb_res_mix)
+    given = Given(residual, *_NO_GATE, pre_mix, *inputs, norm_weight, norm_eps)
+    _check("post_collapse", run, given)
+    made = _fill(run, given, outputs.streams(residual))
+    return made.residual_out, made.layer_input
+
+
+def gates(
+    run,
+    residual,
+    fn,
+    hc_scale,
+    hc_base,
+    rms_eps,
+    hc_pre_eps,
+    hc_sinkhorn_eps,
+    hc_post_mult_value,
+    sinkhorn_repeat,
+):
+    gate = (fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps)
+    gate += (hc_post_mult_value, sinkhorn_repeat)
+    given = Given(residual, *gate, None, *_NO_POST, None, None)
+    _check("gates", run, given)
+    made = _fill(run, given, None, collapse=False)
+    return made.post_mix, made.comb_mix, made.next_pre_mix
 
 
 def _check(op, run, given, residual_out=None):
-    tensors = {
-        "residual": given.residual,
-        "fn": given.fn,
-        "hc_scale": given.hc_scale,
-        "hc_base": given.hc_base,
-        "pre_mix": given.pre_mix,
-        "sublayer_out": given.sublayer_out,
-        "post_layer_mix": given.post_layer_mix,
-        "comb_res_mix": given.comb_res_mix,
-        "norm_weight": given.norm_weight,
-        "residual_out": residual_out,
-    }
-    epsilons = {
-        "rms_eps": given.rms_eps,
-        "hc_pre_eps": given.hc_pre_eps,
-        "hc_sinkhorn_eps": given.hc_sinkhorn_eps,
-        "norm_eps": given.norm_eps,
-    }
+    named = given._asdict()
+    if given.residual is None:  # as the schema of the model's entry calls it
+        named = {"x": named.pop("sublayer_out"), **named}
+    tensors = {name: value for name, value in named.items() if name in ARGUMENTS}
+    epsilons = {name: value for name, value in named.items() if name.endswith("_eps")}
+    tensors["residual_out"] = residual_out
     check(op, tensors, epsilons, given.sinkhorn_repeat, addresses=run is not fake)
 
 
-def _fill(run, given, residual_out):
-    post_mix, comb_mix, next_pre_mix = outputs.gates(given.residual)
-    made = Made(residual_out, post_mix, comb_mix, outputs.layer_input(given.residual), next_pre_mix)
+def _fill(run, given, residual_out, *, collapse=True, aux=False):
+    source = given.source
+    post_mix, comb_mix, next_pre_mix = (None,) * 3 if given.fn is None else outputs.gates(source)
+    made = Made(
+        residual_out,
+        post_mix,
+        comb_mix,
+        outputs.layer_input(source) if collapse else None,
+        next_pre_mix,
+        outputs.layer_input(source) if aux else None,
+    )
     run(given, made)
     return made

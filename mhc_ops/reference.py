@@ -14,38 +14,44 @@ BLOCK_TOKENS = 64
 
 
 def run(given, made):
-    """Fill `made` from `given`, a block of tokens at a time."""
+    """Fill what is in `made` from `given`, a block of tokens at a time."""
     # Inside an operator the caller's autocast still applies to every op called here.
-    with torch.autocast(given.residual.device.type, enabled=False):
-        for begin in range(0, given.residual.shape[0], BLOCK_TOKENS):
+    with torch.autocast(given.source.device.type, enabled=False):
+        for begin in range(0, given.source.shape[0], BLOCK_TOKENS):
             rows = slice(begin, begin + BLOCK_TOKENS)
-            streams = given.residual[rows]
-            if given.sublayer_out is not None:
+            if given.residual is None:
+                # One stream stands for the four equal ones: fn is folded, r and u are the same.
+                streams = given.sublayer_out[rows].unsqueeze(1)
+            elif given.sublayer_out is None:
+                streams = given.residual[rows]
+            else:
                 streams = post(
-                    streams,
+                    given.residual[rows],
                     given.sublayer_out[rows],
                     given.post_layer_mix[rows],
                     given.comb_res_mix[rows],
                 )
+            if made.residual_out is not None:
                 made.residual_out[rows] = streams
-            post_mix, comb_mix, next_pre_mix = gates(
-                streams,
-                given.fn,
-                given.hc_scale,
-                given.hc_base,
-                given.rms_eps,
-                given.hc_pre_eps,
-                given.hc_sinkhorn_eps,
-                given.hc_post_mult_value,
-                given.sinkhorn_repeat,
-            )
-            made.post_mix[rows] = post_mix
-            made.comb_mix[rows] = comb_mix
-            made.next_pre_mix[rows] = next_pre_mix
-            pre_mix = None if given.pre_mix is None else given.pre_mix[rows]
-            made.layer_input[rows] = norm(
-                collapse(streams, pre_mix), given.norm_weight, given.norm_eps
-            )
+            if made.post_mix is not None:
+                made.post_mix[rows], made.comb_mix[rows], made.next_pre_mix[rows] = gates(
+                    streams,
+                    given.fn,
+                    given.hc_scale,
+                    given.hc_base,
+                    given.rms_eps,
+                    given.hc_pre_eps,
+                    given.hc_sinkhorn_eps,
+                    given.hc_post_mult_value,
+                    given.sinkhorn_repeat,
+                )
+            if made.layer_input is not None:
+                pre_mix = None if given.pre_mix is None else given.pre_mix[rows]
+                made.layer_input[rows] = norm(
+                    collapse(streams, pre_mix), given.norm_weight, given.norm_eps
+                )
+            if made.aux is not None:
+                made.aux[rows] = mean(streams)
 
 
 def post(residual, sublayer_out, post_layer_mix, comb_res_mix):
@@ -104,6 +110,12 @@ def collapse(streams, pre_mix):
     for j in range(1, HC_MULT):
         u += pre_mix[:, j, None] * streams[:, j].float()
     return u.bfloat16()
+
+
+def mean(streams):
+    """aux = bf16( sum_j R'_j / 4 ), [T, H]: a collapse whose gates are exact."""
+    quarter = streams.new_full((1, HC_MULT), 1 / HC_MULT, dtype=torch.float32)
+    return collapse(streams, quarter)
 
 
 def norm(u, norm_weight, norm_eps):

@@ -1,6 +1,5 @@
 """Compiles launches ahead of time, for chips that are not here, and reads what came out."""
 
-import os
 import re
 import subprocess
 import tempfile
@@ -9,7 +8,6 @@ from typing import NamedTuple
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 # Shared memory that one program may have, bytes.
@@ -31,7 +29,7 @@ _POINTERS = {
 class Compiled(NamedTuple):
     shared: int  # bytes
     registers: int
-    spills: int  # bytes of stores, or spilled registers on AMD
+    spills: int  # bytes of local memory, or spilled registers and bytes on AMD
     assembly: str  # ptx or amdgcn
 
 
@@ -63,7 +61,7 @@ def compile_step(step, architecture):
     source = ASTSource(kernel, signature, constants, attributes)
     built = triton.compile(source, target=target, options=dict(step.options))
     if target.backend == "cuda":
-        registers, spills = _ptxas(built.asm["ptx"], target.arch)
+        registers, spills = _usage(built.asm["cubin"])
         return Compiled(built.metadata.shared, registers, spills, built.asm["ptx"])
     text = built.asm["amdgcn"]
     spills = _number(text, r"\.vgpr_spill_count:\s+(\d+)")
@@ -75,16 +73,15 @@ def _number(text, pattern):
     return int(re.search(pattern, text).group(1))
 
 
-def _ptxas(ptx, arch):
-    tool = get_ptxas(arch).path
-    name = re.search(r"\.target\s+(sm_\w+)", ptx).group(1)
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
-        f.write(ptx)
+def _usage(cubin):
+    """(registers, bytes of local memory): of the very binary that would run."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(cubin)
         f.flush()
         out = subprocess.run(
-            [tool, "-v", f"--gpu-name={name}", f.name, "-o", os.devnull],
+            [triton.knobs.nvidia.cuobjdump.path, "-res-usage", f.name],
             capture_output=True,
             text=True,
             check=True,
-        ).stderr
-    return _number(out, r"Used (\d+) registers"), _number(out, r"(\d+) bytes spill stores")
+        ).stdout
+    return _number(out, r"REG:(\d+)"), _number(out, r"STACK:(\d+)") + _number(out, r"LOCAL:(\d+)")

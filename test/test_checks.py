@@ -101,7 +101,9 @@ def test_messages():
         name = "post_pre_delayed_out" if argument == "residual_out" else "post_pre_delayed"
         kind, text = error_of(operator(name), *bad_call(name, argument, fault))
         lines.append(f"{argument}, {fault}: {kind.__name__}\n  {text}")
-    assert_expected_inline("\n".join(lines), """\
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
 residual, rank: ValueError
   mhc::post_pre_delayed: residual must have shape [T, hc_mult, H] with hc_mult = 4, got [5, 1024]
 residual, hc_mult: ValueError
@@ -179,7 +181,8 @@ norm_eps, nan: ValueError
 sinkhorn_repeat, zero: ValueError
   mhc::post_pre_delayed: sinkhorn_repeat must be at least 1, got 0
 sinkhorn_repeat, negative: ValueError
-  mhc::post_pre_delayed: sinkhorn_repeat must be at least 1, got -20""")
+  mhc::post_pre_delayed: sinkhorn_repeat must be at least 1, got -20""",
+    )
 
 
 @pytest.mark.parametrize(
@@ -346,11 +349,14 @@ def test_drop_in_names_what_is_missing():
     nothing = given._replace(**dict.fromkeys(POST_INPUTS))
     kind, text = error_of(drop_in, (nothing,), {"residual_out": given.residual})
     lines.append(f"{kind.__name__}: {text}")
-    assert_expected_inline("\n".join(lines), """\
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
 ValueError: mhc::mhc_post_pre_delayed: sublayer_out is missing; it goes with post_layer_mix, comb_res_mix
 ValueError: mhc::mhc_post_pre_delayed: post_layer_mix is missing; it goes with sublayer_out, comb_res_mix
 ValueError: mhc::mhc_post_pre_delayed: comb_res_mix is missing; it goes with sublayer_out, post_layer_mix
-ValueError: mhc::mhc_post_pre_delayed: sublayer_out is missing; it goes with residual_out""")
+ValueError: mhc::mhc_post_pre_delayed: sublayer_out is missing; it goes with residual_out""",
+    )
 
 
 def test_drop_in_runs_the_operator_that_it_says(device):
@@ -371,49 +377,3 @@ def test_drop_in_runs_the_operator_that_it_says(device):
     results = drop_in(given, residual_out=given.residual)
     assert results[0] is given.residual
     assert_same_bits(results, wanted)
-
-
-def floating(name):
-    return [a.name for a in operator(name)._schema.arguments if "Tensor" in str(a.type)]
-
-
-@pytest.mark.parametrize(
-    ("name", "argument"), [(name, argument) for name in OPERATORS for argument in floating(name)]
-)
-def test_inputs_that_require_grad(device, name, argument):
-    args, kwargs = arguments(name, make_inputs(T, H, device=device))
-    names = [a.name for a in operator(name)._schema.arguments]
-    tensor = kwargs[argument] if argument in kwargs else args[names.index(argument)]
-    before = tensor.detach().clone()
-    tensor.requires_grad_()
-    message = f"mhc::{name} is inference only and an input requires grad"
-    with pytest.raises(RuntimeError, match=message):
-        operator(name)(*args, **kwargs)
-    assert torch.equal(tensor.nan_to_num(7.0), before.nan_to_num(7.0))
-    with FakeTensorMode() as mode, pytest.raises(RuntimeError, match=message):
-        convert = lambda v: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v  # noqa: E731
-        operator(name)(*map(convert, args), **{k: convert(v) for k, v in kwargs.items()})
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            results = operator(name)(*args, **kwargs)
-        assert not any(r.requires_grad for r in results)
-
-
-@pytest.mark.parametrize("name", ["post_pre_delayed_", "post_pre_delayed_out"])
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
-def test_autograd_sees_the_mutation(name, mode):
-    """A backward that saved the streams before must fail, not use the new ones."""
-    args, kwargs = arguments(name, make_inputs(T, H))
-    written = kwargs.get("residual_out", args[0])
-    before = written._version
-    with mode():
-        operator(name)(*args, **kwargs)
-    assert written._version > before
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_inference_tensors(device, name):
-    given = make_inputs(T, H, device=device)
-    with torch.inference_mode():
-        inside = seam(name, map_tensors(torch.clone, given))
-        assert_same_bits(inside, seam(name, given))

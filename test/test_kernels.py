@@ -4,6 +4,7 @@ import dataclasses
 
 import bf16_interpreter  # noqa: F401  before any kernel runs
 import canary
+import numpy
 import pytest
 import torch
 from cases import OPTIONAL, assert_same_bits, judged, label, without_post
@@ -63,11 +64,12 @@ def fits(config, hidden_size):
     return config.block_h <= hidden_size and hidden_size % config.block_h == 0
 
 
-@pytest.mark.parametrize("tokens", [1, 17, 33])
+@pytest.mark.parametrize("tiles", [0, 1])
 @pytest.mark.parametrize("edge", EDGES)
-def test_configuration(seed, edge, tokens):
+def test_configuration(seed, edge, tiles):
     config = dataclasses.replace(PLAIN, **EDGES[edge])
-    given = make_inputs(tokens, 384, seed=seed, hc_scale=10, sinkhorn_repeat=FEW)
+    tokens = tiles * config.block_t + 1  # the last tile has one token
+    given = make_inputs(tokens, 384, seed=seed, hc_scale=10, sinkhorn_repeat=2)
     allocated = 6 + config.pack
     with canary.allocations(at_least=allocated):
         results = seam(config, given)
@@ -105,7 +107,7 @@ def test_optional_inputs(seed, optional, pack, post):
     assert_accurate(given, results)
 
 
-@pytest.mark.parametrize("hidden_size", [128, 384, 640])
+@pytest.mark.parametrize("hidden_size", [128, 640])
 @pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 65])
 def test_tokens_around_the_tiles(seed, tokens, hidden_size):
     given = make_inputs(tokens, hidden_size, seed=seed, sinkhorn_repeat=FEW)
@@ -164,18 +166,19 @@ def test_a_bad_row_stays_alone(seed, value):
     wanted = seam(PLAIN, given)
     residual = given.residual.clone()
     residual[3] = value
-    got = seam(PLAIN, given._replace(residual=residual))
+    with numpy.errstate(invalid="ignore"):
+        got = seam(PLAIN, given._replace(residual=residual))
     others = [t for t in range(17) if t != 3]
     assert_same_bits([g[others] for g in got], [w[others] for w in wanted])
     assert all(not g[3].isfinite().any() for g in got)
 
 
-@pytest.mark.parametrize("pack", [True, False], ids=["packed", "plain"])
-def test_fifty_times_the_same_bits(seed, pack):
-    given = make_inputs(2, 128, seed=seed, sinkhorn_repeat=1)
-    config = dataclasses.replace(PLAIN, pack=pack, cols=64, block_h=64)
+@pytest.mark.parametrize(("pack", "repeats"), [(False, 50), (True, 5)], ids=["plain", "packed"])
+def test_repeats_give_the_same_bits(seed, pack, repeats):
+    given = make_inputs(2, 128, seed=seed, sinkhorn_repeat=1, norm_dtype=None)
+    config = dataclasses.replace(PLAIN, pack=pack, cols=128, block_h=128)
     wanted = seam(config, given)
-    for _ in range(50):
+    for _ in range(repeats):
         with canary.allocations(at_least=6):
             results = seam(config, given)
         assert_same_bits(results, wanted)

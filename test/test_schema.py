@@ -141,9 +141,9 @@ def run_python(code, **environment):
 
 
 def test_import_is_cheap_and_touches_nothing(tmp_path):
-    # The best of a few, since other processes share the cores.
+    # Tried again, since other processes share the cores.
     cache = {"TRITON_CACHE_DIR": str(tmp_path)}
-    assert min(float(run_python(IMPORT, **cache)) for _ in range(3)) < 0.3
+    assert any(float(run_python(IMPORT, **cache)) < 0.3 for _ in range(3))
     assert not list(tmp_path.iterdir())
 
 

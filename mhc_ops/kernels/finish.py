@@ -2,7 +2,8 @@
 
 Programs come in two kinds, so that the Sinkhorn iterations (about 1.5 us of dependent
 arithmetic) run beside the norm instead of before it: the first `gate_programs` make the gates of
-GATE_T tokens each, the rest norm NORM_T tokens by NORM_COLS columns each.
+GATE_T tokens each, the rest norm NORM_T tokens by NORM_COLS columns each. An operator without
+gates or without norm has no programs of that kind.
 """
 
 import triton
@@ -66,11 +67,11 @@ def make_gates(
     hc_sinkhorn_eps,
     hc_post_mult_value,
     sinkhorn_repeat,
-    H: tl.constexpr,
+    K: tl.constexpr,
 ):
     row = t.to(tl.int64)
     # r = rsqrt( sum(R'^2) / K + rms_eps )
-    r = tl.rsqrt(column(sums, 24) / (4 * H) + rms_eps)
+    r = tl.rsqrt(column(sums, 24) / K + rms_eps)
     s0 = tl.load(hc_scale)
     s1 = tl.load(hc_scale + 1)
     s2 = tl.load(hc_scale + 2)
@@ -182,13 +183,13 @@ def norm_tokens(
 )
 def finish_kernel(
     partials,  # [splits, T, 32] fp32: 24 projections, sum R'^2, sum u^2, 6 unused
-    layer_input,  # [T, H] bf16: u, normed in place
+    layer_input,  # [T, H] bf16: u, normed in place; unused without norm_weight
     norm_weight,  # [H] bf16 or fp32, or None: u stays
-    hc_scale,  # [3] fp32
-    hc_base,  # [24] fp32
-    post_mix,  # [T, 4] fp32
-    comb_mix,  # [T, 4, 4] fp32
-    next_pre_mix,  # [T, 4] fp32
+    hc_scale,  # [3] fp32, or None: no gates
+    hc_base,  # [24] fp32, or None with hc_scale
+    post_mix,  # [T, 4] fp32, or None with hc_scale
+    comb_mix,  # [T, 4, 4] fp32, or None with hc_scale
+    next_pre_mix,  # [T, 4] fp32, or None with hc_scale
     T,
     gate_programs,
     rms_eps,
@@ -198,6 +199,7 @@ def finish_kernel(
     sinkhorn_repeat,
     norm_eps,
     H: tl.constexpr,
+    K: tl.constexpr,  # columns that the mean of R'^2 is over
     SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     GATE_T: tl.constexpr,
@@ -206,7 +208,8 @@ def finish_kernel(
     NORM_BLOCK: tl.constexpr,  # columns a step, a power of two
 ):
     program = tl.program_id(0)
-    if program < gate_programs:
+    GATES: tl.constexpr = hc_scale is not None
+    if GATES and program < gate_programs:
         t = program * GATE_T + tl.arange(0, GATE_T)
         make_gates(
             total(partials, t, T, SPLITS, SPLIT_BLOCK),
@@ -222,7 +225,7 @@ def finish_kernel(
             hc_sinkhorn_eps,
             hc_post_mult_value,
             sinkhorn_repeat,
-            H,
+            K,
         )
     elif norm_weight is not None:
         # Backwards: the last tokens' u is what L2 still holds.
