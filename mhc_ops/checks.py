@@ -42,7 +42,7 @@ def check(op, tensors, epsilons, sinkhorn_repeat, *, addresses=True):
 
     tensors: {argument name: tensor or None}, first `residual`, or `x` where the model begins.
     epsilons: {argument name: float}; like sinkhorn_repeat, None where an operator has none.
-    addresses: False under fake and meta tensors, which have no storage to compare.
+    addresses: False under fake tensors, which like meta tensors have no storage to compare.
     """
     first, source = next(iter(tensors.items()))
     streams = () if first == "x" else (HC_MULT,)
@@ -52,6 +52,7 @@ def check(op, tensors, epsilons, sinkhorn_repeat, *, addresses=True):
     tokens, hidden = source.shape[0], source.shape[-1]
     device = source.device
     on_gpu = device.type == "cuda"
+    addresses = addresses and device.type != "meta"
     if on_gpu and hidden % 128 != 0:
         raise ValueError(f"mhc::{op}: H must be a multiple of 128 on a GPU, got H = {hidden}")
 

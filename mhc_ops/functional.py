@@ -129,7 +129,8 @@ def post_pre_delayed_out(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The whole seam with the new streams written to `residual_out` [T, 4, H] bf16.
 
-    `residual_out` overlaps no input; for the streams in place call `post_pre_delayed_`.
+    `residual_out` overlaps no input, or is all of `residual`; in compiled code call
+    `post_pre_delayed_` for that.
 
     Returns:
         post_mix, comb_mix, layer_input, next_pre_mix. Shapes, dtypes, errors and the formula:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from . import functional
 from .checks import GATES, HC_MULT
@@ -30,7 +31,8 @@ OVERLAP_TOKENS = 0
 
 
 class SeamState(NamedTuple):
-    """What one seam leaves for the next."""
+    """What one seam leaves for the next. An overlapped one must be `joined` before other code
+    reads its gates, compiled code included; `DelayedSeam.seam` and `leave` do it themselves."""
 
     residual: Tensor  # [T, 4, H] bf16
     post_mix: Tensor  # [T, 4, 1] fp32
@@ -47,6 +49,12 @@ class SeamState(NamedTuple):
         stream.wait_event(self.ready)
         _used_on(stream, self.post_mix, self.comb_mix, self.pre_mix)
         return self._replace(ready=None)
+
+
+# Exported programs that take or return a state can only be saved, and loaded quietly, with these.
+torch.serialization.add_safe_globals([SeamState])
+if hasattr(pytree, "_register_namedtuple"):
+    pytree._register_namedtuple(SeamState, serialized_type_name="mhc_ops.nn.SeamState")
 
 
 class DelayedSeam(nn.Module):
@@ -146,6 +154,7 @@ class DelayedSeam(nn.Module):
     def fold(self, name: str):
         """Fold the weights of the model's first seam now, not at every call.
 
+        Compiled code that folds at every call may sum in another order and differ in a last bit.
         `load_state_dict` folds again; whoever writes the parameters in another way calls this.
         """
         setattr(self, f"hc_{name}_folded", functional.fold_fn(self._weights(name)[0].detach()))

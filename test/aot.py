@@ -31,6 +31,7 @@ class Compiled(NamedTuple):
     registers: int
     spills: int  # bytes of local memory, or spilled registers and bytes on AMD
     assembly: str  # ptx or amdgcn
+    ir: str  # Triton's own, with the layouts
 
 
 def vendor(architecture):
@@ -62,11 +63,14 @@ def compile_step(step, architecture):
     built = triton.compile(source, target=target, options=dict(step.options))
     if target.backend == "cuda":
         registers, spills = _usage(built.asm["cubin"])
-        return Compiled(built.metadata.shared, registers, spills, built.asm["ptx"])
+        return Compiled(
+            built.metadata.shared, registers, spills, built.asm["ptx"], built.asm["ttgir"]
+        )
     text = built.asm["amdgcn"]
+    registers = _number(text, r"\.vgpr_count:\s+(\d+)")
     spills = _number(text, r"\.vgpr_spill_count:\s+(\d+)")
     spills += _number(text, r"\.private_segment_fixed_size:\s+(\d+)")
-    return Compiled(built.metadata.shared, _number(text, r"\.vgpr_count:\s+(\d+)"), spills, text)
+    return Compiled(built.metadata.shared, registers, spills, text, built.asm["ttgir"])
 
 
 def _number(text, pattern):

@@ -33,7 +33,7 @@ def shipped():
 
 
 def combinations(hidden_size):
-    return list(single_token_calls(hidden_size, "meta"))
+    return single_token_calls(hidden_size, "meta", ("pre_delayed", "post_pre_delayed"))
 
 
 def compile_all(architecture, hidden_size, index, combination):

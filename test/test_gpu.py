@@ -112,9 +112,10 @@ def test_fused_against_composed(seed, tokens):
     for a, b in zip(fused, composed, strict=True):
         if a.dtype == torch.float32:
             torch.testing.assert_close(a, b, rtol=0, atol=4e-5)
-        else:  # now and then the next bf16, twice in a row for layer_input
+        else:  # now and then the next bf16, which a later difference can leave large
             assert (a != b).double().mean() < 1e-2
-            torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6)
+            far = (a.double() - b.double()).abs() > 2**-6 * (1 + b.double().abs())
+            assert far.double().mean() < 1e-6
 
 
 def test_offsets_past_32_bits(seed):

@@ -1,18 +1,24 @@
 """The Triton kernels themselves, under Triton's interpreter: no GPU needed."""
 
 import dataclasses
+import functools
 
 import bf16_interpreter  # noqa: F401  before any kernel runs
 import canary
-import numpy
 import pytest
 import torch
-from cases import OPTIONAL, assert_same_bits, judged, label, without_post
+from cases import OPTIONAL, arguments, assert_same_bits, call, judged, label, without_post
 
-from mhc_ops import configs, launch, ops, outputs
+from mhc_ops import configs, launch, ops
 from mhc_ops.testing import assert_accurate, make_inputs
 
-pytestmark = pytest.mark.interpreter
+pytestmark = [
+    pytest.mark.interpreter,
+    # NaN in a bad row, and in the unused columns of a workspace.
+    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
+    # Triton 3.6.0's interpreter under numpy 2.3
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+]
 
 # A Sinkhorn iteration takes about 5 ms of a gate program here.
 FEW = 3
@@ -46,18 +52,17 @@ EDGES = {
 }
 
 
+def backend(config):
+    """The GPU backend with the configuration given. "" is no vendor: the fence is inline
+    assembly, which the interpreter does not run."""
+    return lambda given, made: launch.run_with(config, "", given, made)
+
+
 def seam(config, given):
     """The five results of the kernels, streams first."""
-    # "" is no vendor: the fence is inline assembly, which the interpreter does not run.
-    streams = None if given.sublayer_out is None else outputs.streams(given.residual)
-    return seam_into(config, given, streams)
-
-
-def seam_into(config, given, streams):
-    post_mix, comb_mix, next_pre_mix = outputs.gates(given.residual)
-    made = ops.Made(streams, post_mix, comb_mix, outputs.layer_input(given.residual), next_pre_mix)
-    launch.run_with(config, "", given, made)
-    return (given.residual, *made[1:]) if streams is None else tuple(made)
+    name = "pre_delayed" if given.sublayer_out is None else "post_pre_delayed"
+    args, kwargs = arguments(name, given)
+    return call(functools.partial(getattr(ops, name), backend(config)), args, kwargs)
 
 
 def fits(config, hidden_size):
@@ -107,8 +112,9 @@ def test_optional_inputs(seed, optional, pack, post):
     assert_accurate(given, results)
 
 
-@pytest.mark.parametrize("hidden_size", [128, 640])
-@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 65])
+@pytest.mark.parametrize(
+    ("tokens", "hidden_size"), [(1, 128), (2, 128), (15, 128), (16, 128), (65, 128), (17, 640)]
+)
 def test_tokens_around_the_tiles(seed, tokens, hidden_size):
     given = make_inputs(tokens, hidden_size, seed=seed, sinkhorn_repeat=FEW)
     with canary.allocations(at_least=6):
@@ -142,7 +148,8 @@ def test_in_place(seed, cols):
     wanted = seam(config, given)
     buffers = []
     inside = given._replace(residual=canary.copy(given.residual, buffers))
-    assert_same_bits(seam_into(config, inside, inside.residual), wanted)
+    results = ops.post_pre_delayed_(backend(config), *inside)
+    assert_same_bits((inside.residual, *results), wanted)
     canary.check(buffers)
 
 
@@ -166,15 +173,15 @@ def test_a_bad_row_stays_alone(seed, value):
     wanted = seam(PLAIN, given)
     residual = given.residual.clone()
     residual[3] = value
-    with numpy.errstate(invalid="ignore"):
-        got = seam(PLAIN, given._replace(residual=residual))
+    got = seam(PLAIN, given._replace(residual=residual))
     others = [t for t in range(17) if t != 3]
     assert_same_bits([g[others] for g in got], [w[others] for w in wanted])
     assert all(not g[3].isfinite().any() for g in got)
 
 
-@pytest.mark.parametrize(("pack", "repeats"), [(False, 50), (True, 5)], ids=["plain", "packed"])
+@pytest.mark.parametrize(("pack", "repeats"), [(False, 5), (True, 2)], ids=["plain", "packed"])
 def test_repeats_give_the_same_bits(seed, pack, repeats):
+    """Over NaN in every workspace. What only a GPU can show of this is in test_gpu.py."""
     given = make_inputs(2, 128, seed=seed, sinkhorn_repeat=1, norm_dtype=None)
     config = dataclasses.replace(PLAIN, pack=pack, cols=128, block_h=128)
     wanted = seam(config, given)
@@ -187,22 +194,20 @@ def test_repeats_give_the_same_bits(seed, pack, repeats):
 def test_packing_loses_nothing(seed):
     """hi + mid + lo is fn exactly."""
     given = make_inputs(1, 128, seed=seed)
-    pack, *_ = launch.plan(dataclasses.replace(PLAIN, pack=True), "", given, made_for(given))
-    pack.kernel[pack.grid](*pack.args, **pack.constants, **pack.options)
-    packed = pack.args[1].double()
-    first, last = packed[:48].view(3, 16, -1), packed[48:].view(3, 8, -1)
+    config = dataclasses.replace(PLAIN, pack=True)
+    packed = []
+
+    def run(given, made):
+        pack, *_ = launch.plan(config, "", given, made)
+        pack.kernel[pack.grid](*pack.args, **pack.constants, **pack.options)
+        packed.append(pack.args[1].double())
+
+    ops.post_pre_delayed(run, *given)
+    first, last = packed[0][:48].view(3, 16, -1), packed[0][48:].view(3, 8, -1)
     assert torch.equal(torch.cat((first.sum(0), last.sum(0))), given.fn.double())
-
-
-def made_for(given):
-    post_mix, comb_mix, next_pre_mix = outputs.gates(given.residual)
-    streams, layer_input = outputs.streams(given.residual), outputs.layer_input(given.residual)
-    return ops.Made(streams, post_mix, comb_mix, layer_input, next_pre_mix)
 
 
 def test_no_tokens_launch_nothing(monkeypatch):
     monkeypatch.setattr(launch, "run_with", None)  # not callable
-    given = make_inputs(0, 128)
-    made = made_for(given)
-    launch.run(given, made)
-    assert made.residual_out.shape == (0, 4, 128)
+    results = ops.post_pre_delayed(launch.run, *make_inputs(0, 128))
+    assert results[0].shape == (0, 4, 128)

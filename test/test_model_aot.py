@@ -1,0 +1,66 @@
+"""The operators around the whole seam, compiled for every chip."""
+
+import re
+
+import aot
+import pytest
+from model_cases import MODEL_OPERATORS
+from test_aot import shipped
+
+from mhc_ops import configs, launch
+from mhc_ops.warmup import single_token_calls
+
+pytestmark = pytest.mark.aot
+
+
+def steps(operator, architecture, hidden_size, index):
+    """The launches of an operator with every optional input."""
+    config = configs.rows(architecture, hidden_size)[index]
+    given, made = single_token_calls(hidden_size, "meta", [operator])[-1]
+    return list(launch.plan(config, aot.vendor(architecture), given, made))
+
+
+every_case = pytest.mark.parametrize("case", shipped(), ids=lambda case: "-".join(map(str, case)))
+
+
+@every_case
+@pytest.mark.parametrize("operator", MODEL_OPERATORS)
+def test_shipped_configuration(operator, case):
+    architecture, *_ = case
+    _, limit = aot.TARGETS[architecture]
+    for step in steps(operator, *case):
+        kernel = aot.compile_step(step, architecture)
+        name = step.kernel.__name__
+        assert kernel.spills == 0, (
+            f"{name} spills {kernel.spills} (of {kernel.registers} registers)"
+        )
+        assert kernel.shared <= limit, f"{name} takes {kernel.shared} bytes of shared memory"
+
+
+REDUCTION = re.compile(
+    r'"tt\.reduce"\(.*?\) <\{axis = (\d) : i32\}>.*?\}\) : \(tensor<([\dx]+)xf32, (.*?)>\) -> ',
+    re.DOTALL,
+)
+
+
+def order_of_collapse_sum(operator, case):
+    """{(axis, shape): layout} of the two reductions that make sum(u^2), the last of their kind."""
+    (seam,) = (s for s in steps(operator, *case) if s.kernel.__name__ == "seam_kernel")
+    ir = aot.compile_step(seam, case[0]).ir
+    aliases = dict(re.findall(r"^(#\w+) = (.*)$", ir, re.MULTILINE))
+    shape = f"{seam.constants['BLOCK_T']}x{seam.constants['BLOCK_H'] // 8}"
+    return {
+        (axis, size): re.sub(r"#\w+", lambda m: aliases.get(m[0], m[0]), layout)
+        for axis, size, layout in REDUCTION.findall(ir)
+        if size in (shape, f"{shape}x8")
+    }
+
+
+@every_case
+def test_the_collapse_sums_in_one_order(case):
+    """Operators compiled apart give one layer_input, bit for bit, on chips that are not here too:
+    a square of a bf16 is exact in fp32, so only the order of sum(u^2) could tell them apart."""
+    wanted = order_of_collapse_sum("post_pre_delayed", case)
+    assert len(wanted) == 2
+    for operator in ("post_pre_delayed_aux", "pre_delayed", "post_collapse"):
+        assert order_of_collapse_sum(operator, case) == wanted, operator

@@ -1,0 +1,82 @@
+"""The kernels of the operators around the whole seam, under Triton's interpreter."""
+
+import dataclasses
+import functools
+
+import bf16_interpreter  # noqa: F401  before any kernel runs
+import canary
+import pytest
+import torch
+from cases import assert_same_bits, label
+from model_cases import GATES, MODEL_OPERATORS, OPTIONAL_OF, judged, results
+from test_kernels import FEW, PLAIN, backend, pytestmark, shipped  # noqa: F401  marks these too
+
+from mhc_ops import launch, ops
+from mhc_ops.testing import assert_accurate, make_inputs
+
+# Outputs and workspaces of each operator; packing fn needs one more.
+ALLOCATED = dict(zip(MODEL_OPERATORS, (7, 6, 1, 3, 4), strict=True))
+PACKS = ("post_pre_delayed_aux", "expand_pre_delayed", "gates")
+
+
+def run(name, config, given):
+    return results(name, functools.partial(getattr(ops, name), backend(config)), given)
+
+
+@pytest.mark.parametrize("pack", [True, False], ids=["packed", "plain"])
+@pytest.mark.parametrize(
+    ("name", "optional"), OPTIONAL_OF, ids=lambda v: v if isinstance(v, str) else label(v)
+)
+def test_optional_inputs(seed, name, optional, pack):
+    given = make_inputs(5, 256, seed=seed, sinkhorn_repeat=FEW, **optional)
+    with canary.allocations(at_least=ALLOCATED[name] + (pack and name in PACKS)):
+        made = run(name, dataclasses.replace(PLAIN, pack=pack), given)
+    assert_accurate(*judged(name, given, made))
+
+
+@pytest.mark.parametrize("name", MODEL_OPERATORS)
+@pytest.mark.parametrize("tokens", [1, 17, 33])
+def test_tokens_around_the_tiles(seed, name, tokens):
+    """H = 384: a column block of pack_kernel narrower than 512, and splits of unequal size."""
+    config = dataclasses.replace(PLAIN, pack=tokens == 17, cols=256)
+    given = make_inputs(tokens, 384, seed=seed, hc_scale=10, sinkhorn_repeat=FEW)
+    with canary.allocations(at_least=ALLOCATED[name]):
+        made = run(name, config, given)
+    assert_accurate(*judged(name, given, made))
+
+
+@pytest.mark.parametrize("config", shipped())
+def test_the_parts_are_the_whole(seed, config):
+    given = make_inputs(17, max(256, 2 * config.block_h), seed=seed, sinkhorn_repeat=FEW)
+    whole = run("post_pre_delayed_aux", config, given)
+    streams = run("post", config, given).residual_out
+    collapse = run("post_collapse", config, given)
+    mixed = given._replace(residual=streams)
+    rest = run("pre_delayed", config, mixed)
+    for got in (streams, collapse.residual_out):
+        assert_same_bits((got,), (whole.residual_out,))
+    for got in (collapse, rest):
+        assert_same_bits((got.layer_input,), (whole.layer_input,))
+    for got in (run("gates", config, mixed), rest):
+        for gate in GATES:
+            wanted = getattr(whole, gate)
+            torch.testing.assert_close(getattr(got, gate), wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        ("post", ["seam_kernel"]),
+        ("post_collapse", ["seam_kernel", "finish_kernel"]),
+        ("gates", ["pack_kernel", "seam_kernel", "finish_kernel"]),
+    ],
+)
+def test_nothing_is_launched_in_vain(name, kernels):
+    seen = []
+
+    def record(given, made):
+        config = dataclasses.replace(PLAIN, pack=True)
+        seen.extend(step.kernel.fn.__name__ for step in launch.plan(config, "", given, made))
+
+    results(name, functools.partial(getattr(ops, name), record), make_inputs(1, 128))
+    assert seen == kernels
