@@ -10,7 +10,10 @@ TRITON ?= 3.9.0
 TRITON_OLDEST := 3.6.0
 VENV := .venv
 
-TEST_TOOLS := 'pytest>=9,<10' 'expecttest>=0.3,<0.4' numpy
+TEST_TOOLS := 'pytest>=9,<10' 'pytest-xdist>=3.8,<4' 'expecttest>=0.3,<0.4' numpy
+# Processes of a test run. One thread each: more only get in each other's way.
+JOBS ?= 2
+PARALLEL := -n $(JOBS)
 LINT_TOOLS := ruff==0.17.6
 
 PY := $(VENV)/bin/python
@@ -28,13 +31,16 @@ demo: $(ENGINE)
 	$(PY) -m mhc_ops
 
 # Separate processes: TRITON_INTERPRET is read once, when triton is imported.
+# The ahead-of-time tests share out their compilations themselves.
 define kernel_tests
-TRITON_INTERPRET=1 $(PY) -m pytest test -m interpreter
+TRITON_INTERPRET=1 $(PY) -m pytest test -m interpreter $(PARALLEL)
 $(PY) -m pytest test -m aot
 endef
 
+test test-oldest: export OMP_NUM_THREADS := 1
+
 test: $(ENGINE) $(VENV)/.test
-	$(PY) -m pytest test -m "not interpreter and not aot"
+	$(PY) -m pytest test -m "not interpreter and not aot" $(PARALLEL)
 	$(kernel_tests)
 
 # The kernels once more, under the oldest triton that is supported.

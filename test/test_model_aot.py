@@ -20,18 +20,27 @@ def steps(operator, architecture, hidden_size, index):
     return list(launch.plan(config, aot.vendor(architecture), given, made))
 
 
-every_case = pytest.mark.parametrize("case", shipped(), ids=lambda case: "-".join(map(str, case)))
+# One chip of each vendor, its rows for the fewest and the most tokens: all 28 rows of every chip,
+# which test_aot.py compiles for the whole seam, would take 15 minutes here.
+CASES = [
+    case
+    for name in ("sm_90", "gfx942")
+    for case in [case for case in shipped() if case[0] == name][
+        :: len(configs.rows(name, 5120)) - 1
+    ]
+]
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 
 
 @every_case
 @pytest.mark.parametrize("operator", MODEL_OPERATORS)
 def test_shipped_configuration(operator, case):
-    architecture, *_ = case
+    architecture = case[0]
     _, limit = aot.TARGETS[architecture]
     for step in steps(operator, *case):
         kernel = aot.compile_step(step, architecture)
         name = step.kernel.__name__
-        assert kernel.spills == 0, (
+        assert kernel.spills <= aot.spill_limit(architecture, operator), (
             f"{name} spills {kernel.spills} (of {kernel.registers} registers)"
         )
         assert kernel.shared <= limit, f"{name} takes {kernel.shared} bytes of shared memory"
