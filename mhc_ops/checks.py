@@ -65,10 +65,11 @@ def check(op, tensors, epsilons, sinkhorn_repeat, *, addresses=True):
             names = " or ".join(str(d).removeprefix("torch.") for d in wanted.dtypes)
             got = str(tensor.dtype).removeprefix("torch.")
             raise TypeError(f"mhc::{op}: {name} must have dtype {names}, got {got}")
-        if not any(_fits(tensor.shape, shape, sizes) for shape in wanted.shapes):
+        allowed = [[sizes.get(d, d) for d in shape] for shape in wanted.shapes]
+        if list(tensor.shape) not in allowed:
             shapes = " or ".join(
-                f"[{', '.join(map(str, shape))}] = {[sizes.get(d, d) for d in shape]}"
-                for shape in wanted.shapes
+                f"[{', '.join(map(str, shape))}] = {numbers}"
+                for shape, numbers in zip(wanted.shapes, allowed, strict=True)
             )
             raise ValueError(
                 f"mhc::{op}: {name} must have shape {shapes}, got {list(tensor.shape)}"
@@ -105,12 +106,6 @@ def require_together(op, tensors):
     for name, tensor in tensors.items():
         if given and tensor is None:
             raise ValueError(f"mhc::{op}: {name} is missing; it goes with {', '.join(given)}")
-
-
-def _fits(got, shape, sizes):
-    return len(got) == len(shape) and all(
-        g == sizes.get(wanted, wanted) for g, wanted in zip(got, shape, strict=True)
-    )
 
 
 def _check_overlap(op, tensors):
