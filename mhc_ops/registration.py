@@ -37,7 +37,7 @@ def _launch():
 BACKENDS = {"CPU": reference.run, "CUDA": _run_on_gpu}
 
 
-def _guard(overload, mutated, keyset, *args, **kwargs):
+def _guard(overload, written, keyset, *args, **kwargs):
     """The Autograd key: inference only, and loudly so.
 
     Without it an input that requires grad would silently lose its gradient.
@@ -50,16 +50,20 @@ def _guard(overload, mutated, keyset, *args, **kwargs):
             "call it under torch.no_grad() or torch.inference_mode()"
         )
     results = overload.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
-    for tensor in mutated(args, kwargs):
+    for position, name in written:
+        tensor = kwargs[name] if position is None else args[position]
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
     return results
 
 
-_MUTATED = {
-    "post_pre_delayed_": lambda args, kwargs: args[:1],
-    "post_pre_delayed_out": lambda args, kwargs: [kwargs["residual_out"]],
-}
+def _written(schema):
+    """[(position, or None if keyword-only; name)] of the arguments that an operator writes."""
+    return [
+        (None if argument.kwarg_only else position, argument.name)
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def _register():
@@ -70,10 +74,8 @@ def _register():
         library.define(schema, tags=tags)
         body = getattr(ops, name)
         overload = getattr(getattr(torch.ops, NAMESPACE), name).default
-        mutated = _MUTATED.get(name, lambda args, kwargs: ())
-        library.impl(
-            name, functools.partial(_guard, overload, mutated), "Autograd", with_keyset=True
-        )
+        guard = functools.partial(_guard, overload, _written(overload._schema))
+        library.impl(name, guard, "Autograd", with_keyset=True)
         for key, run in BACKENDS.items():
             library.impl(name, functools.partial(body, run), key)
         torch.library.register_fake(
