@@ -16,7 +16,6 @@ from harness import (
     graph_time,
     rotating_inputs,
     save,
-    seam_bytes,
 )
 
 import mhc_ops
@@ -30,17 +29,7 @@ def eager(given):
     streams = reference.post(
         given.residual, given.sublayer_out, given.post_layer_mix, given.comb_res_mix
     )
-    post_mix, comb_mix, next_pre_mix = reference.gates(
-        streams,
-        given.fn,
-        given.hc_scale,
-        given.hc_base,
-        given.rms_eps,
-        given.hc_pre_eps,
-        given.hc_sinkhorn_eps,
-        given.hc_post_mult_value,
-        given.sinkhorn_repeat,
-    )
+    post_mix, comb_mix, next_pre_mix = reference.gates(streams, *given.gate)
     collapsed = reference.collapse(streams, given.pre_mix)
     layer_input = reference.norm(collapsed, given.norm_weight, given.norm_eps)
     return streams, post_mix, comb_mix, layer_input, next_pre_mix
@@ -79,7 +68,7 @@ def main():
             inputs = rotating_inputs(tokens, hidden)
             with torch.no_grad():
                 testing.assert_accurate(inputs[0], fused(inputs[0]))
-            floor = seam_bytes(tokens, hidden) / bandwidth / 1e3
+            floor = testing.seam_bytes(tokens, hidden) / bandwidth / 1e3
             row = {"hidden": hidden, "tokens": tokens, "floor": floor}
             for name in columns:
                 torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Timing shared by the benchmarks: graph replay, cold L2, the byte model, the copy ceiling."""
+"""Timing shared by the benchmarks: graph replay, cold L2, the copy ceiling."""
 
 import datetime
 import json
@@ -9,14 +9,9 @@ import torch
 import triton
 
 import mhc_ops
-from mhc_ops.testing import make_inputs
+from mhc_ops.testing import make_inputs, seam_bytes
 
 RESULTS = pathlib.Path(__file__).with_name("results")
-
-
-def seam_bytes(tokens, hidden_size):
-    """Bytes that a fused seam must move: R, x in; R', layer_input out; fn."""
-    return tokens * hidden_size * 2 * (4 + 1 + 4 + 1) + 24 * 4 * hidden_size * 4
 
 
 def rotating_inputs(tokens, hidden_size, **options):

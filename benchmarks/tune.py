@@ -3,7 +3,7 @@
     python benchmarks/tune.py --hidden 5120 --tokens 1 64 192 --out tune.json
 
 Compiles every candidate in parallel processes first (Triton's disk cache carries them over),
-drops those that spill too much to be right or fail to compile, then times on one quiet GPU.
+drops those that fail to compile or miss float64, then times the others on one quiet GPU.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import multiprocessing
 import os
 
 import torch
-from harness import copy_bandwidth, environment, graph_time, rotating_inputs, save, seam_bytes
+from harness import copy_bandwidth, environment, graph_time, rotating_inputs, save
 
 from mhc_ops import launch, ops, testing
 from mhc_ops.configs import Config
@@ -171,7 +171,7 @@ def main():
             ]
             second = time_all(jobs, pool, inputs)
             ranked = sorted(first + second, key=lambda pair: pair[0])
-            floor = seam_bytes(tokens, hidden) / bandwidth / 1e3
+            floor = testing.seam_bytes(tokens, hidden) / bandwidth / 1e3
             print(f"H {hidden} T {tokens}: floor {floor:.1f} us, {len(ranked)} timed", flush=True)
             for us, fields in [*first[:4], *second[:4]]:
                 print(f"  {us:8.2f}", *(f"{k}={v}" for k, v in fields.items()), flush=True)

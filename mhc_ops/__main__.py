@@ -92,9 +92,8 @@ def run(device):
             if not equal:
                 problems.append(f"{how} differs from the first eager call at T = {tokens}")
             times.setdefault(how, []).append(microseconds(seconds(call, device)))
-        # Reads R and x, writes R' and layer_input, all bf16; and reads fn, fp32.
-        moved = tokens * HIDDEN_SIZE * 2 * (4 + 1 + 4 + 1) + 24 * 4 * HIDDEN_SIZE * 4
-        times.setdefault("floor", []).append(microseconds(moved / bandwidth))
+        floor = testing.seam_bytes(tokens, HIDDEN_SIZE) / bandwidth
+        times.setdefault("floor", []).append(microseconds(floor))
 
     heads = [f"T = {tokens}" for tokens in columns]
     times["floor"] = times.pop("floor")  # last

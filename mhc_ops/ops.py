@@ -34,6 +34,11 @@ class Given(NamedTuple):
     norm_eps: float | None = 1e-6
 
     @property
+    def gate(self):
+        """fn to sinkhorn_repeat: what `reference.gates` takes behind the streams."""
+        return self[1:9]
+
+    @property
     def source(self):
         """The tensor whose first size is T and whose last is H."""
         return self.sublayer_out if self.residual is None else self.residual

@@ -35,15 +35,7 @@ def run(given, made):
                 made.residual_out[rows] = streams
             if made.post_mix is not None:
                 made.post_mix[rows], made.comb_mix[rows], made.next_pre_mix[rows] = gates(
-                    streams,
-                    given.fn,
-                    given.hc_scale,
-                    given.hc_base,
-                    given.rms_eps,
-                    given.hc_pre_eps,
-                    given.hc_sinkhorn_eps,
-                    given.hc_post_mult_value,
-                    given.sinkhorn_repeat,
+                    streams, *given.gate
                 )
             if made.layer_input is not None:
                 pre_mix = None if given.pre_mix is None else given.pre_mix[rows]

@@ -72,6 +72,11 @@ def make_inputs(
     )
 
 
+def seam_bytes(tokens, hidden_size):
+    """Bytes that a fused seam must move: R, x in; R', layer_input out, all bf16; fn, fp32."""
+    return tokens * hidden_size * 2 * (4 + 1 + 4 + 1) + 24 * 4 * hidden_size * 4
+
+
 def exact_streams(given):
     """R' before rounding, float64 [T, 4, H]."""
     p = given.post_layer_mix.double().reshape(-1, 4)

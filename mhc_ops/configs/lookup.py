@@ -24,7 +24,7 @@ class Config:
     warps: int
     stages: int
     fence: bool  # seam: keep tl.dot's layout out of the element-wise code (kernels/seam.py)
-    pack: bool  # split fn into bf16 hi and lo by a launch of its own
+    pack: bool  # split fn into three bf16 by a launch of its own (kernels/pack.py)
     gate_t: int  # finish: tokens a gate program
     split_block: int  # finish: splits added a step
     norm_t: int  # finish: tokens a norm program
