@@ -19,93 +19,50 @@ from mhc_ops import launch, ops, testing
 from mhc_ops.configs import Config
 
 
-def seam_candidates(tokens, hidden):
-    """The first launch: (block_t, block_h, cols, warps, stages, fence, pack)."""
-    if tokens <= 16:
-        space = (
-            (16,),
-            (32, 64, 128),
-            (32, 64, 128, 256),
-            (1, 2, 4, 8),
-            (1,),
-            (True, False),
-            (False,),
-        )
-    elif tokens <= 64:
-        space = ((16, 32), (32, 64, 128), (64, 128, 256), (4, 8), (1, 3), (True,), (False,))
-    elif tokens <= 256:
-        cols = (256, 640, 1280)
-        space = ((16, 32), (32, 64, 128), cols, (4, 8), (1, 3), (True,), (False, True))
+def candidates(tokens, hidden):
+    """Stages of the search, each a list of changes to the best so far."""
+    if tokens <= 384:
+        tiles, packs = ((16, 32), (16, 64), (16, 128), (32, 64)), (False,)
+        cols = (64, 128) if tokens <= 16 else (64, 128, 256) if tokens <= 96 else (128, 256, 640)
+        space = (tiles, cols, (4, 8, 16), (1, 3), (True,), packs)
     elif tokens <= 2048:
-        cols = (640, 1280, 2560)
-        space = ((32, 64), (32, 64, 128), cols, (4, 8), (2, 3), (True,), (True, False))
+        tiles = ((32, 64), (64, 32), (64, 64))
+        space = (tiles, (320, 640, 1280), (4, 8), (2, 3), (True, False), (True,))
     else:
-        cols = (2560, None)
-        space = ((16, 32, 64, 128), (32, 64, 128), cols, (4, 8), (2, 3, 4), (True,), (True,))
-    for block_t, block_h, cols, warps, stages, fence, pack in itertools.product(*space):
-        width = cols or hidden
-        tile = block_t * block_h
-        if width % block_h or width > hidden or (width == block_h and stages > 1):
-            continue
-        if not 2 <= tile // (32 * warps) <= 32:  # elements a thread, of each stream
-            continue
-        # Bytes in flight: five bf16 tiles and the weights of four streams.
-        if (block_t * 10 + 72 * 8) * block_h * stages > 230_000:
-            continue
-        yield dict(
-            block_t=block_t,
-            block_h=block_h,
-            cols=cols,
-            warps=warps,
-            stages=stages,
-            fence=fence,
-            pack=pack,
-        )
+        tiles = ((64, 32), (64, 64), (64, 128), (128, 32), (128, 64))
+        space = (tiles, (640, 1280, 2560, None), (4, 8), (2, 3, 4), (False,), (True,))
+    yield [
+        dict(block_t=t, block_h=h, cols=cols, warps=warps, stages=stages, fused=fused, pack=pack)
+        for (t, h), cols, warps, stages, fused, pack in itertools.product(*space)
+        if not (t > 16 and tokens <= 16)
+        and (cols or hidden) % h == 0
+        and not ((cols or hidden) == h and stages > 1)
+        # Elements a thread, of each stream; bytes of streams and weights in flight.
+        and (2 if fused else 16) <= t * h // (32 * warps) <= 64
+        and (t * (10 if fused else 8) + 72 * 8) * h * stages <= 230_000
+    ]
+    yield [
+        {"row_block": block, "row_warps": warps}
+        for block, warps in itertools.product((1024, 2048, 4096), (2, 4, 8, 16))
+        if (8 <= block // (32 * warps) <= 32) and not (tokens <= 384 and warps != 4)
+    ]
+    yield [
+        dict(gate_t=t, split_block=block, gate_warps=warps)
+        for t, block, warps in itertools.product((1, 4, 16), (1, 8, 32, 128), (1, 4))
+        if t * block <= 128 and not (tokens <= 16 and t > 1) and not (tokens > 2048 and t == 1)
+    ]
+    yield [{"pdl": False}]
 
 
-def finish_candidates(tokens, hidden, splits):
-    """The second launch."""
-    if tokens <= 16:
-        space = itertools.product((1,), (1,), (512, 1024, 2560, None), (512, 1024), (1, 2, 4, 8))
-    elif tokens <= 256:
-        space = itertools.product((1, 2, 4), (1,), (1024, 2560, None), (512, 1024), (2, 4, 8))
-    else:
-        space = itertools.product((4, 16, 32), (1, 2, 4), (None,), (512, 1024), (2, 4, 8))
-    for gate_t, norm_t, norm_cols, norm_block, warps in space:
-        if (norm_cols or hidden) > hidden or norm_block > (norm_cols or hidden):
-            continue
-        if norm_t * norm_block // (32 * warps) > 32:
-            continue
-        block = 1
-        while block < splits and block * gate_t * 32 < 32 * warps * 32:
-            block *= 2
-        yield dict(
-            gate_t=gate_t,
-            split_block=block,
-            norm_t=norm_t,
-            norm_cols=norm_cols,
-            norm_block=norm_block,
-            finish_warps=warps,
-        )
-
-
-def default_finish(tokens, splits):
-    small = tokens <= 256
-    block = 1
-    while block < splits and block < 128:
-        block *= 2
+def beginning(tokens):
+    """Where the search begins."""
+    small = tokens <= 384
     return dict(
-        gate_t=1 if small else 16,
-        split_block=block if small else min(block, 4),
-        norm_t=1 if small else 2,
-        norm_cols=1024 if tokens <= 16 else None,
-        norm_block=1024,
-        finish_warps=4,
-    )
-
-
-def splits_of(hidden, seam):
-    return -(-hidden // (seam["cols"] or hidden))
+        fused=tokens <= 2048, row_block=2048, row_warps=4, block_t=16 if small else 64,
+        block_h=32, cols=64 if tokens <= 96 else 640, warps=4, stages=1 if tokens <= 96 else 3,
+        fence=True, pack=not small, gate_t=1 if small else 16, split_block=16, gate_warps=2,
+        pdl=True,
+    )  # fmt: skip
 
 
 def call(config):
@@ -128,17 +85,16 @@ def compile_one(job):
     return None
 
 
-def time_all(jobs, pool, inputs):
-    """[(us, fields)] of the jobs that compile and are right, fastest first."""
-    timed = []
-    for job, failure in zip(jobs, pool.map(compile_one, jobs, chunksize=2), strict=True):
-        if failure is None:
-            timed.append(job)
-        else:
-            print("  dropped", {k: job[1][k] for k in list(job[1])[:7]}, failure, flush=True)
+def time_all(hidden, every, pool, inputs):
+    """[(us, fields)] of those that compile and are right, fastest first."""
+    # All of them before the first is timed: the GPU must be quiet then.
+    failures = list(pool.map(compile_one, [(hidden, fields) for fields in every]))
     results = []
-    for _, fields in timed:
-        us = graph_time(call(Config(max_tokens=None, **fields)), inputs, replays=7, least_us=300)
+    for fields, failure in zip(every, failures, strict=True):
+        if failure is not None:
+            print("  dropped", *fields.values(), failure, flush=True)
+            continue
+        us = graph_time(call(Config(max_tokens=None, **fields)), inputs, replays=5, least_us=200)
         results.append((us, fields))
     return sorted(results, key=lambda pair: pair[0])
 
@@ -158,25 +114,18 @@ def main():
     with concurrent.futures.ProcessPoolExecutor(args.workers, mp_context=context) as pool:
         for hidden, tokens in itertools.product(args.hidden, args.tokens):
             inputs = rotating_inputs(tokens, hidden)
-            seams = list(seam_candidates(tokens, hidden))
-            jobs = [
-                (hidden, {**seam, **default_finish(tokens, splits_of(hidden, seam))})
-                for seam in seams
-            ]
-            first = time_all(jobs, pool, inputs)
-            best = {k: first[0][1][k] for k in seams[0]}
-            jobs = [
-                (hidden, {**best, **finish})
-                for finish in finish_candidates(tokens, hidden, splits_of(hidden, best))
-            ]
-            second = time_all(jobs, pool, inputs)
-            ranked = sorted(first + second, key=lambda pair: pair[0])
+            ranked = [(float("inf"), beginning(tokens))]
+            for changes in candidates(tokens, hidden):
+                every = [{**ranked[0][1], **change} for change in changes]
+                found = time_all(hidden, every, pool, inputs)
+                for us, fields in found[:4]:
+                    print(f"  {us:8.2f}", *(f"{k}={v}" for k, v in fields.items()), flush=True)
+                ranked = sorted(ranked + found, key=lambda pair: pair[0])
             floor = testing.seam_bytes(tokens, hidden) / bandwidth / 1e3
             print(f"H {hidden} T {tokens}: floor {floor:.1f} us, {len(ranked)} timed", flush=True)
-            for us, fields in [*first[:4], *second[:4]]:
-                print(f"  {us:8.2f}", *(f"{k}={v}" for k, v in fields.items()), flush=True)
             report["rows"] += [
-                {"hidden": hidden, "tokens": tokens, "us": us, **fields} for us, fields in ranked
+                {"hidden": hidden, "tokens": tokens, "us": us, **fields}
+                for us, fields in ranked[:-1]
             ]
             save(args.out, report)
 

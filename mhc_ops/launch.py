@@ -8,11 +8,11 @@ import torch
 import triton
 
 from . import configs
-from .kernels.finish import finish_kernel
+from .kernels.gates import gates_kernel
 from .kernels.pack import pack_kernel
 from .kernels.seam import seam_kernel
 
-# Columns of a row of the workspace: 24 projections, two sums of squares, 6 to make it 128 bytes.
+# Columns of a row of the workspace: 24 projections, a sum of squares, 7 to make it 128 bytes.
 PARTIALS = 32
 
 
@@ -49,93 +49,105 @@ def plan(config, vendor, given, made):
     """
     source = given.source
     tokens, hidden = source.shape[0], source.shape[-1]
-    gates = made.post_mix is not None
-    norm = given.norm_weight is not None
     k = hidden if given.residual is None else 4 * hidden
+    gates = made.post_mix is not None
+    rows = made.residual_out is not None or made.layer_input is not None
+    # In place, the projection must not read streams that a row program may have replaced.
+    fused = config.fused and rows and gates and not _same(made.residual_out, given.residual)
+    cols = config.cols or hidden
+    splits = triton.cdiv(hidden, cols)
+    constants = {
+        "H": hidden,
+        "K": k,
+        "SPLITS": splits,
+        "COLS": cols,
+        "BLOCK_T": config.block_t,
+        "BLOCK_H": config.block_h,
+        "VENDOR": vendor,
+        "FENCE": config.fence,
+        "STAGES": config.stages,
+        "ROW_BLOCK": config.row_block,
+        "PDL": config.pdl,
+    }
+    pdl = {"launch_pdl": True} if config.pdl else {}
+
+    squares = source.new_empty((tokens,), dtype=torch.float32) if rows and gates else None
+    streams = (given.residual, given.sublayer_out)
+    post = (_dense(given.post_layer_mix), _dense(given.comb_res_mix))
+    row = (_dense(given.pre_mix), given.norm_weight, made.residual_out, made.layer_input, made.aux)
+    if rows and not fused:
+        yield Launch(
+            seam_kernel,
+            (tokens,),
+            (*streams, *post, *row, squares, None, None, tokens, 0, given.norm_eps),
+            constants,
+            # Fused or not, one number: sum(u^2) must add up in one order.
+            {"num_warps": config.warps if config.fused else config.row_warps, **pdl},
+        )
+    if not gates:
+        return
+
     weight = given.fn
-    if gates and config.pack:
+    if config.pack:
         weight = source.new_empty((72, k))
         block_k = math.gcd(k, 512)
         yield Launch(
             pack_kernel,
             (24, k // block_k),
             (given.fn, weight),
-            {"K": k, "BLOCK_K": block_k},
-            {"num_warps": 4},
+            {"K": k, "BLOCK_K": block_k, "PDL": config.pdl},
+            {"num_warps": 4, **pdl},
         )
-
-    cols = config.cols or hidden
-    splits = triton.cdiv(hidden, cols)
-    partials = None
-    if gates or made.layer_input is not None:
-        partials = source.new_empty((splits, tokens, PARTIALS), dtype=torch.float32)
+    if not fused:  # from the streams as they are by now, and nothing but the projection
+        if given.residual is not None and given.sublayer_out is not None:
+            streams = (made.residual_out, None)
+        post, row = (None,) * 2, (None,) * 5
+    partials = source.new_empty((splits, tokens, PARTIALS), dtype=torch.float32)
+    programs = triton.cdiv(tokens, config.block_t) * splits
     yield Launch(
         seam_kernel,
-        (triton.cdiv(tokens, config.block_t), splits),
-        (
-            given.residual,
-            given.sublayer_out,
-            _dense(given.post_layer_mix),
-            _dense(given.comb_res_mix),
-            _dense(given.pre_mix),
-            weight,
-            made.residual_out,
-            made.layer_input,
-            made.aux,
-            partials,
-            tokens,
-        ),
-        {
-            "H": hidden,
-            "K": k,
-            "COLS": cols,
-            "BLOCK_T": config.block_t,
-            "BLOCK_H": config.block_h,
-            "FENCE": vendor if config.fence else "",
-            "STAGES": config.stages,
-        },
-        {"num_warps": config.warps, "num_stages": config.stages},
+        (programs + (tokens if fused else 0),),
+        (*streams, *post, *row, squares, weight, partials, tokens, programs, given.norm_eps),
+        constants,
+        {"num_warps": config.warps, "num_stages": config.stages, **pdl},
     )
-    if not (gates or norm):
-        return
-
-    gate_programs = triton.cdiv(tokens, config.gate_t) if gates else 0
-    norm_cols = config.norm_cols or hidden
-    norm_programs = 0
-    if norm:
-        norm_programs = triton.cdiv(tokens, config.norm_t) * triton.cdiv(hidden, norm_cols)
     yield Launch(
-        finish_kernel,
-        (gate_programs + norm_programs,),
+        gates_kernel,
+        (triton.cdiv(tokens, config.gate_t),),
         (
             partials,
-            made.layer_input,
-            given.norm_weight,
+            squares,
             _dense(given.hc_scale),
             _dense(given.hc_base),
             made.post_mix,
             made.comb_mix,
             made.next_pre_mix,
             tokens,
-            gate_programs,
             given.rms_eps,
             given.hc_pre_eps,
             given.hc_sinkhorn_eps,
             given.hc_post_mult_value,
             given.sinkhorn_repeat,
-            given.norm_eps,
         ),
         {
-            "H": hidden,
             "K": k,
             "SPLITS": splits,
             "SPLIT_BLOCK": config.split_block,
             "GATE_T": config.gate_t,
-            "NORM_T": config.norm_t,
-            "NORM_COLS": norm_cols,
-            "NORM_BLOCK": config.norm_block,
+            "PDL": config.pdl,
         },
-        {"num_warps": config.finish_warps},
+        {"num_warps": config.gate_warps, **pdl},
+    )
+
+
+def _same(a, b):
+    """Whether two tensors are the same memory. (Compiled ahead of time they have none.)"""
+    return a is b or (
+        a is not None
+        and b is not None
+        and not a.is_meta
+        and a.numel() > 0
+        and a.data_ptr() == b.data_ptr()
     )
 
 

@@ -15,26 +15,27 @@ _FOLDER = pathlib.Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """One row. See kernels/seam.py and kernels/finish.py for what the numbers steer."""
+    """One row. See kernels/ for what the numbers steer."""
 
     max_tokens: int | None
-    block_t: int  # seam: tokens a program
-    block_h: int  # seam: columns a step, divides H
-    cols: int | None  # seam: columns a program, a multiple of block_h; null: all
+    fused: bool  # row and projection programs in one launch; these then make R' themselves
+    row_block: int  # row: columns at a time
+    row_warps: int  # row programs launched alone; fused ones have `warps`
+    block_t: int  # projection: tokens a program
+    block_h: int  # projection: columns a step, divides H
+    cols: int | None  # projection: columns a program, a multiple of block_h; null: all
     warps: int
     stages: int
-    fence: bool  # seam: keep tl.dot's layout out of the element-wise code (kernels/seam.py)
+    fence: bool  # projection: keep tl.dot's layout out of the element-wise code
     pack: bool  # split fn into three bf16 by a launch of its own (kernels/pack.py)
-    gate_t: int  # finish: tokens a gate program
-    split_block: int  # finish: splits added a step
-    norm_t: int  # finish: tokens a norm program
-    norm_cols: int | None  # finish: columns a norm program; null: all
-    norm_block: int  # finish: columns a step
-    finish_warps: int
+    gate_t: int  # gates: tokens a program
+    split_block: int  # gates: splits added a step
+    gate_warps: int
+    pdl: bool  # gates: dependent launch, sm_90 and newer NVIDIA only
     why: str = ""
 
     def __post_init__(self):
-        for name in ("block_t", "block_h", "gate_t", "split_block", "norm_t", "norm_block"):
+        for name in ("row_block", "block_t", "block_h", "gate_t", "split_block"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, got {value}")

@@ -1,13 +1,9 @@
-"""The second launch of a seam: adds the partial sums of seam.py, makes the gates, norms.
-
-Programs come in two kinds, so that the Sinkhorn iterations (about 1.5 us of dependent
-arithmetic) run beside the norm instead of before it: the first `gate_programs` make the gates of
-GATE_T tokens each, the rest norm NORM_T tokens by NORM_COLS columns each. An operator without
-gates or without norm has no programs of that kind.
-"""
+"""The last launch of an operator with gates: adds the partial sums of project.py, then Sinkhorn."""
 
 import triton
 import triton.language as tl
+
+from .pdl import after_previous
 
 
 @triton.jit
@@ -54,7 +50,8 @@ def scale4(a, b, c, d, eps):
 
 @triton.jit
 def make_gates(
-    sums,  # [tokens, 32]: m, sum R'^2, ...
+    sums,  # [tokens, 32]: m, ...
+    square,  # [tokens]: sum R'^2
     t,
     live,
     hc_scale,
@@ -71,7 +68,7 @@ def make_gates(
 ):
     row = t.to(tl.int64)
     # r = rsqrt( sum(R'^2) / K + rms_eps )
-    r = tl.rsqrt(column(sums, 24) / K + rms_eps)
+    r = tl.rsqrt(square / K + rms_eps)
     s0 = tl.load(hc_scale)
     s1 = tl.load(hc_scale + 1)
     s2 = tl.load(hc_scale + 2)
@@ -138,109 +135,51 @@ def make_gates(
     tl.store(comb + 15, p33, mask=live)
 
 
-@triton.jit
-def norm_tokens(
-    partials,
-    layer_input,
-    norm_weight,
-    unit,  # which NORM_T tokens and NORM_COLS columns
-    T,
-    norm_eps,
-    H: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
-    NORM_T: tl.constexpr,
-    NORM_COLS: tl.constexpr,
-    NORM_BLOCK: tl.constexpr,
-):
-    """layer_input = bf16( u * rsqrt( sum(u^2) / H + norm_eps ) * w )"""
-    NORM_SPLITS: tl.constexpr = (H + NORM_COLS - 1) // NORM_COLS
-    t = (unit // NORM_SPLITS) * NORM_T + tl.arange(0, NORM_T)
-    live = t < T
-    row = t.to(tl.int64)
-    square = tl.zeros([NORM_T], tl.float32)
-    for first in range(0, SPLITS, SPLIT_BLOCK):
-        s = (first + tl.arange(0, SPLIT_BLOCK))[None, :]
-        at = (s.to(tl.int64) * T + row[:, None]) * 32 + 25
-        mask = (s < SPLITS) & live[:, None]
-        square += tl.sum(tl.load(partials + at, mask=mask, other=0.0), axis=1)
-    scale = tl.rsqrt(square / H + norm_eps)[:, None]
-    begin = (unit % NORM_SPLITS) * NORM_COLS
-    for h in range(0, NORM_COLS, NORM_BLOCK):
-        step = h + tl.arange(0, NORM_BLOCK)
-        cols = begin + step
-        inside = (cols < H) & (step < NORM_COLS)
-        w = tl.load(norm_weight + cols, mask=inside, other=0.0).to(tl.float32)
-        at = row[:, None] * H + cols[None, :]
-        mask = live[:, None] & inside[None, :]
-        u = tl.load(layer_input + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(layer_input + at, (u * scale * w[None, :]).to(tl.bfloat16), mask=mask)
-
-
 @triton.jit(
-    do_not_specialize=["T", "gate_programs", "sinkhorn_repeat"],
+    do_not_specialize=["T", "sinkhorn_repeat"],
     do_not_specialize_on_alignment=["hc_scale", "hc_base"],
 )
-def finish_kernel(
-    partials,  # [splits, T, 32] fp32: 24 projections, sum R'^2, sum u^2, 6 unused
-    layer_input,  # [T, H] bf16: u, normed in place; unused without norm_weight
-    norm_weight,  # [H] bf16 or fp32, or None: u stays
-    hc_scale,  # [3] fp32, or None: no gates
-    hc_base,  # [24] fp32, or None with hc_scale
-    post_mix,  # [T, 4] fp32, or None with hc_scale
-    comb_mix,  # [T, 4, 4] fp32, or None with hc_scale
-    next_pre_mix,  # [T, 4] fp32, or None with hc_scale
+def gates_kernel(
+    partials,  # [splits, T, 32] fp32: 24 projections, sum R'^2 unless in squares
+    squares,  # [T] fp32: sum R'^2, or None
+    hc_scale,  # [3] fp32
+    hc_base,  # [24] fp32
+    post_mix,  # [T, 4] fp32
+    comb_mix,  # [T, 4, 4] fp32
+    next_pre_mix,  # [T, 4] fp32
     T,
-    gate_programs,
     rms_eps,
     hc_pre_eps,
     hc_sinkhorn_eps,
     hc_post_mult_value,
     sinkhorn_repeat,
-    norm_eps,
-    H: tl.constexpr,
     K: tl.constexpr,  # columns that the mean of R'^2 is over
     SPLITS: tl.constexpr,
-    SPLIT_BLOCK: tl.constexpr,
-    GATE_T: tl.constexpr,
-    NORM_T: tl.constexpr,
-    NORM_COLS: tl.constexpr,  # columns a program
-    NORM_BLOCK: tl.constexpr,  # columns a step, a power of two
+    SPLIT_BLOCK: tl.constexpr,  # splits added a step
+    GATE_T: tl.constexpr,  # tokens a program
+    PDL: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    GATES: tl.constexpr = hc_scale is not None
-    if GATES and program < gate_programs:
-        t = program * GATE_T + tl.arange(0, GATE_T)
-        make_gates(
-            total(partials, t, T, SPLITS, SPLIT_BLOCK),
-            t,
-            t < T,
-            hc_scale,
-            hc_base,
-            post_mix,
-            comb_mix,
-            next_pre_mix,
-            rms_eps,
-            hc_pre_eps,
-            hc_sinkhorn_eps,
-            hc_post_mult_value,
-            sinkhorn_repeat,
-            K,
-        )
-    elif norm_weight is not None:
-        # Backwards: the last tokens' u is what L2 still holds.
-        unit = tl.num_programs(0) - 1 - program
-        norm_tokens(
-            partials,
-            layer_input,
-            norm_weight,
-            unit,
-            T,
-            norm_eps,
-            H,
-            SPLITS,
-            SPLIT_BLOCK,
-            NORM_T,
-            NORM_COLS,
-            NORM_BLOCK,
-        )
+    after_previous(PDL)
+    t = tl.program_id(0) * GATE_T + tl.arange(0, GATE_T)
+    sums = total(partials, t, T, SPLITS, SPLIT_BLOCK)
+    if squares is None:
+        square = column(sums, 24)
+    else:
+        square = tl.load(squares + t, mask=t < T, other=0.0)
+    make_gates(
+        sums,
+        square,
+        t,
+        t < T,
+        hc_scale,
+        hc_base,
+        post_mix,
+        comb_mix,
+        next_pre_mix,
+        rms_eps,
+        hc_pre_eps,
+        hc_sinkhorn_eps,
+        hc_post_mult_value,
+        sinkhorn_repeat,
+        K,
+    )
