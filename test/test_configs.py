@@ -87,7 +87,7 @@ def test_every_row_can_be_launched(name, hidden_size):
 ROW = {
     "max_tokens": None, "fused": True, "row_block": 1024, "row_warps": 4, "block_t": 16,
     "block_h": 64, "cols": 128, "warps": 4, "stages": 2, "fence": True, "pack": False, "gate_t": 1,
-    "split_block": 4, "gate_warps": 4, "pdl": False,
+    "split_block": 4, "gate_warps": 4,
 }  # fmt: skip
 
 
