@@ -74,9 +74,7 @@ def _register():
             library.impl(name, functools.partial(body, run), key)
         # In place of the library's Meta kernel: tracing follows the code that also runs eagerly.
         fake = functools.partial(body, ops.fake)
-        torch.library.register_fake(
-            f"{NAMESPACE}::{name}", fake, lib=library, allow_override=True
-        )
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library, allow_override=True)
     return library
 
 

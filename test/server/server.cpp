@@ -16,7 +16,7 @@
 
 namespace {
 
-constexpr int64_t kHidden = 128;
+constexpr int64_t kHidden = 256;
 
 at::Tensor example(const std::string& name, int64_t tokens, c10::Device device, bool folded) {
   const int64_t k = folded ? kHidden : 4 * kHidden;
