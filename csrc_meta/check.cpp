@@ -72,15 +72,17 @@ void check_tensor(
       contains(argument.dtypes, dtype_of(tensor)),
       start, "have dtype ", join(argument.dtypes, " or "), ", got ", dtype_of(tensor));
 
-  std::vector<std::string> allowed;
-  bool fits = false;
-  for (const Shape& shape : argument.shapes) {
-    const auto wanted = sizes.of(shape);
-    fits = fits || tensor.sym_sizes() == c10::SymIntArrayRef(wanted);
-    allowed.push_back(list(shape) + " = " + list(wanted));
+  const auto fits = [&](const Shape& shape) {
+    return c10::SymIntArrayRef(sizes.of(shape)) == tensor.sym_sizes();
+  };
+  if (std::none_of(argument.shapes.begin(), argument.shapes.end(), fits)) {
+    std::vector<std::string> allowed;
+    for (const Shape& shape : argument.shapes) {
+      allowed.push_back(list(shape) + " = " + list(sizes.of(shape)));
+    }
+    TORCH_CHECK_VALUE(
+        false, start, "have shape ", join(allowed, " or "), ", got ", list(tensor.sym_sizes()));
   }
-  TORCH_CHECK_VALUE(
-      fits, start, "have shape ", join(allowed, " or "), ", got ", list(tensor.sym_sizes()));
   TORCH_CHECK_VALUE(
       tensor.device() == device,
       start, "be on the device of ", first, ", ", device.str(), ", got ", tensor.device().str());
