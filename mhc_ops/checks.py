@@ -7,6 +7,7 @@ import torch
 
 HC_MULT = 4
 GATES = HC_MULT * (HC_MULT + 2)
+GROUP = 32  # columns that share a scale
 
 _BF16 = (torch.bfloat16,)
 _FP32 = (torch.float32,)
@@ -98,6 +99,14 @@ def check(op, tensors, epsilons, sinkhorn_repeat, *, addresses=True):
 
     if addresses and tensors.get("residual_out") is not None:
         _check_overlap(op, tensors)
+
+
+def check_quantised(op, hidden_size, norm_weight):
+    """Raise ValueError for what a quantised layer_input does not have besides `check`."""
+    if norm_weight is None:  # which torch lets through, although the schema does not
+        raise ValueError(f"mhc::{op}: norm_weight is missing; a quantised layer_input is normed")
+    if hidden_size % GROUP:
+        raise ValueError(f"mhc::{op}: H must be a multiple of {GROUP}, got H = {hidden_size}")
 
 
 def require_together(op, tensors):

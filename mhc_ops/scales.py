@@ -1,0 +1,87 @@
+"""FP8 activations beside the operators: quantising in PyTorch, and scales as GEMMs read them."""
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .checks import GROUP
+
+
+def quantise(y: Tensor, ue8m0: bool = True) -> tuple[Tensor, Tensor]:
+    """What `post_pre_delayed_quant` does to its layer_input, for other tensors; several kernels.
+
+        a = max( max|y|, 1e-4 ) over 32 columns
+        s = a / 448; with ue8m0 the next power of two at or above it
+        q = e4m3( clamp( y / s, -448, 448 ) )
+
+    A group with NaN or Inf has the scale NaN (Inf, if that is what it has and not ue8m0), which
+    makes all its columns NaN or 0 * Inf; other groups do not notice. Zeros stay zeros.
+
+    Args:
+        y: [T, H] bf16, H a multiple of 32.
+        ue8m0: scales are powers of two, float8_e8m0fnu; otherwise fp32.
+
+    Returns:
+        q [T, H] float8_e4m3fn and s [T, H / 32]. y is about q * s, column by column.
+
+    Raises:
+        ValueError: H is not a multiple of 32.  TypeError: y is not bf16.
+    """
+    if y.dim() != 2 or y.shape[1] % GROUP:
+        raise ValueError(f"quantise: y must have shape [T, a multiple of 32], got {list(y.shape)}")
+    if y.dtype != torch.bfloat16:
+        got = str(y.dtype).removeprefix("torch.")
+        raise TypeError(f"quantise: y must have dtype bfloat16, got {got}")
+    return reference.quantise(y, ue8m0)
+
+
+def pack_scale(scale: Tensor) -> Tensor:
+    """Scales for GEMMs that fetch them by TMA: four exponents a word, column-major.
+
+    Args:
+        scale: [T, G] float8_e8m0fnu.
+
+    Returns:
+        [T, ceil(G / 4)] int32 with strides (1, T rounded up to 4), so that every column begins at
+        a multiple of 16 bytes. Byte b of word w (from the lowest) is group 4 * w + b. What pads is 0.
+
+    Raises:
+        ValueError: scale is not [T, G].  TypeError: scale is not float8_e8m0fnu.
+    """
+    _check("pack_scale", scale)
+    tokens, groups = scale.shape
+    words, stride = -(-groups // 4), -(-tokens // 4) * 4
+    packed = scale.new_zeros((words, stride, 4), dtype=torch.uint8)
+    rows = torch.nn.functional.pad(scale.view(torch.uint8), (0, 4 * words - groups))
+    packed[:, :tokens] = rows.view(tokens, words, 4).transpose(0, 1)
+    return packed.view(torch.int32).view(words, stride)[:, :tokens].t()
+
+
+def block_scale(scale: Tensor) -> Tensor:
+    """Scales for `torch._scaled_mm` with groups of 32: blocks of 128 tokens by 4 groups.
+
+    Args:
+        scale: [T, G] float8_e8m0fnu.
+
+    Returns:
+        [ceil(T / 128) * ceil(G / 4) * 512] float8_e8m0fnu: the blocks in row-major order, within
+        each the scale of token t, group g at 16 * (t % 32) + 4 * (t // 32) + g. What pads is 0.
+
+    Raises:
+        ValueError: scale is not [T, G].  TypeError: scale is not float8_e8m0fnu.
+    """
+    _check("block_scale", scale)
+    tokens, groups = scale.shape
+    down, across = -(-tokens // 128), -(-groups // 4)
+    pad = (0, 4 * across - groups, 0, 128 * down - tokens)
+    blocks = torch.nn.functional.pad(scale.view(torch.uint8), pad)
+    blocks = blocks.view(down, 4, 32, across, 4).permute(0, 3, 2, 1, 4)
+    return blocks.reshape(-1).view(torch.float8_e8m0fnu)
+
+
+def _check(function, scale):
+    if scale.dim() != 2:
+        raise ValueError(f"{function}: scale must have shape [T, G], got {list(scale.shape)}")
+    if scale.dtype != torch.float8_e8m0fnu:
+        got = str(scale.dtype).removeprefix("torch.")
+        raise TypeError(f"{function}: scale must have dtype float8_e8m0fnu, got {got}")
