@@ -37,7 +37,8 @@ On a GPU, H is a multiple of 128 and the contiguous inputs are 16-byte aligned. 
 
 Outputs, fresh and contiguous: residual_out [T, 4, H] bf16, post_mix [T, 4, 1] fp32, comb_mix
 [T, 4, 4] fp32, layer_input and aux [T, H] bf16, next_pre_mix [T, 4] fp32 (the next seam's
-pre_mix); layer_input_q [T, H] float8_e4m3fn and its layer_input_scale [T, H / 32]. What two functions share they agree on to the last bit, the gates to 1e-6.
+pre_mix); layer_input_q [T, H] float8_e4m3fn, layer_input_scale [T, H / 32] float8_e8m0fnu or fp32.
+What two functions share they agree on to the last bit, the gates to 1e-6.
 
 Raises ValueError (shape, device, layout, eps), TypeError (dtype) or RuntimeError (an input
 requires grad while grad mode is on), before anything is launched or written.
@@ -230,9 +231,8 @@ def post_pre_delayed_quant(
     H is a multiple of 32. `pack_scale` and `block_scale` lay the scales out for GEMMs.
 
     Returns:
-        residual_out, post_mix, comb_mix, layer_input_q, layer_input_scale (float8_e8m0fnu, or
-        fp32 without ue8m0), next_pre_mix. Shapes, dtypes, errors and the formula: see
-        `mhc_ops.functional`.
+        residual_out, post_mix, comb_mix, layer_input_q, layer_input_scale (float8_e8m0fnu with
+        ue8m0, else fp32), next_pre_mix. Shapes, dtypes, errors, formula: see `mhc_ops.functional`.
 
     Raises:
         RuntimeError: the GPU has no OCP e4m3 (sm_80; gfx942, whose e4m3 is fnuz).

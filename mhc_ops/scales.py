@@ -43,7 +43,7 @@ def pack_scale(scale: Tensor) -> Tensor:
 
     Returns:
         [T, ceil(G / 4)] int32 with strides (1, T rounded up to 4), so that every column begins at
-        a multiple of 16 bytes. Byte b of word w (from the lowest) is group 4 * w + b. What pads is 0.
+        a multiple of 16 bytes. Byte b of word w, from the lowest, is group 4 * w + b; padding is 0.
 
     Raises:
         ValueError: scale is not [T, G].  TypeError: scale is not float8_e8m0fnu.
@@ -65,7 +65,7 @@ def block_scale(scale: Tensor) -> Tensor:
 
     Returns:
         [ceil(T / 128) * ceil(G / 4) * 512] float8_e8m0fnu: the blocks in row-major order, within
-        each the scale of token t, group g at 16 * (t % 32) + 4 * (t // 32) + g. What pads is 0.
+        each the scale of token t, group g at 16 * (t % 32) + 4 * (t // 32) + g; padding is 0.
 
     Raises:
         ValueError: scale is not [T, G].  TypeError: scale is not float8_e8m0fnu.
