@@ -101,10 +101,8 @@ def check(op, tensors, epsilons, sinkhorn_repeat, *, addresses=True):
         _check_overlap(op, tensors)
 
 
-def check_quantised(op, hidden_size, norm_weight):
-    """Raise ValueError for what a quantised layer_input does not have besides `check`."""
-    if norm_weight is None:  # which torch lets through, although the schema does not
-        raise ValueError(f"mhc::{op}: norm_weight is missing; a quantised layer_input is normed")
+def require_groups(op, hidden_size):
+    """Raise ValueError unless every scale has all its columns."""
     if hidden_size % GROUP:
         raise ValueError(f"mhc::{op}: H must be a multiple of {GROUP}, got H = {hidden_size}")
 

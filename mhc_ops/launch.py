@@ -174,8 +174,8 @@ def require_e4m3(architecture):
         has = architecture.startswith(("gfx95", "gfx12"))
     if not has:
         raise RuntimeError(
-            "mhc::post_pre_delayed_quant: needs a chip with OCP float8_e4m3fn "
-            f"(sm_89 or newer, gfx950, gfx12), got {architecture}"
+            "mhc: quantising needs a chip with OCP float8_e4m3fn (sm_89 or newer, gfx950, gfx12), "
+            f"got {architecture}"
         )
 
 

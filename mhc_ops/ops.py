@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from . import outputs
-from .checks import ARGUMENTS, check, check_quantised
+from .checks import ARGUMENTS, check, require_groups
 
 
 class Given(NamedTuple):
@@ -112,7 +112,11 @@ def post_pre_delayed_quant(
     inputs = (pre_mix, sublayer_out, post_layer_mix, comb_res_mix)
     given = Given(residual, *gate, *inputs, norm_weight, norm_eps)
     _check("post_pre_delayed_quant", run, given)
-    check_quantised("post_pre_delayed_quant", residual.shape[-1], norm_weight)
+    if norm_weight is None:  # which torch lets through, although the schema does not
+        raise ValueError(
+            "mhc::post_pre_delayed_quant: norm_weight is missing; a quantised layer_input is normed"
+        )
+    require_groups("post_pre_delayed_quant", residual.shape[-1])
     quantised = outputs.quantised(residual, ue8m0)
     made = _fill(run, given, outputs.streams(residual), quantised=quantised)
     return *made[:4], made.layer_input_scale, made.next_pre_mix
@@ -203,6 +207,14 @@ def gates(
     _check("gates", run, given)
     made = _fill(run, given, None, collapse=False)
     return made.post_mix, made.comb_mix, made.next_pre_mix
+
+
+def quantise(run, x, ue8m0=True):
+    given = Given(None, *_NO_GATE, None, x, None, None, None, None)
+    _check("quantise", run, given)
+    require_groups("quantise", x.shape[-1])
+    made = _fill(run, given, None, quantised=outputs.quantised(x, ue8m0))
+    return made.layer_input, made.layer_input_scale
 
 
 def _check(op, run, given, residual_out=None):

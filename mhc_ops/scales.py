@@ -1,38 +1,30 @@
-"""FP8 activations beside the operators: quantising in PyTorch, and scales as GEMMs read them."""
+"""FP8 activations beside the seam: quantising alone, and scales as GEMMs read them."""
 
 import torch
 from torch import Tensor
 
-from . import reference
-from .checks import GROUP
 
+def quantise(x: Tensor, ue8m0: bool = True) -> tuple[Tensor, Tensor]:
+    """What `post_pre_delayed_quant` does to its layer_input, for other tensors.
 
-def quantise(y: Tensor, ue8m0: bool = True) -> tuple[Tensor, Tensor]:
-    """What `post_pre_delayed_quant` does to its layer_input, for other tensors; several kernels.
-
-        a = max( max|y|, 1e-4 ) over 32 columns
+        a = max( max|x|, 1e-4 ) over 32 columns
         s = a / 448; with ue8m0 the next power of two at or above it
-        q = e4m3( clamp( y / s, -448, 448 ) )
+        q = e4m3( clamp( x / s, -448, 448 ) )
 
     A group with NaN or Inf has the scale NaN (Inf, if that is what it has and not ue8m0), which
     makes all its columns NaN or 0 * Inf; other groups do not notice. Zeros stay zeros.
 
     Args:
-        y: [T, H] bf16, H a multiple of 32.
+        x: [T, H] bf16, contiguous, H a multiple of 32; on a GPU of 128, and 16-byte aligned.
         ue8m0: scales are powers of two, float8_e8m0fnu; otherwise fp32.
 
     Returns:
-        q [T, H] float8_e4m3fn and s [T, H / 32]. y is about q * s, column by column.
+        q [T, H] float8_e4m3fn and s [T, H / 32]. x is about q * s, column by column.
 
     Raises:
-        ValueError: H is not a multiple of 32.  TypeError: y is not bf16.
+        As `mhc_ops.functional` says; RuntimeError: the GPU has no OCP e4m3.
     """
-    if y.dim() != 2 or y.shape[1] % GROUP:
-        raise ValueError(f"quantise: y must have shape [T, a multiple of 32], got {list(y.shape)}")
-    if y.dtype != torch.bfloat16:
-        got = str(y.dtype).removeprefix("torch.")
-        raise TypeError(f"quantise: y must have dtype bfloat16, got {got}")
-    return reference.quantise(y, ue8m0)
+    return torch.ops.mhc.quantise.default(x, ue8m0)
 
 
 def pack_scale(scale: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from mhc_ops.ops import Made
 
 MODEL_OPERATORS = (
     "post_pre_delayed_aux", "post_pre_delayed_quant", "expand_pre_delayed", "post",
-    "post_collapse", "gates",
+    "post_collapse", "gates", "quantise",
 )  # fmt: skip
 GATES = ("post_mix", "comb_mix", "next_pre_mix")
 
@@ -41,6 +41,8 @@ def judged(name, given, made):
     if name == "expand_pre_delayed":
         folded = without_post(given)._replace(fn=fold_fn(given.fn), pre_mix=None)
         return folded, (given.sublayer_out.unsqueeze(1), *made[1:6])
+    if name == "quantise":
+        return without_post(given), (None,) * 6
     if name == "post_pre_delayed_quant":  # what is quantised has tests of its own
         return given, made._replace(layer_input=None)[:6]
     return given, made[:6]

@@ -8,7 +8,7 @@ from test_checks import on_meta
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_ops
-from mhc_ops import launch, ops
+from mhc_ops import launch, ops, reference
 from mhc_ops.testing import make_inputs
 
 H = 256
@@ -25,7 +25,7 @@ def assert_composed(given, ue8m0):
     """Against post_pre_delayed, quantised on the CPU: what does not depend on this device."""
     streams, post_mix, comb_mix, y, pre_mix = operator("post_pre_delayed")(*given)
     got = quantised(given, ue8m0)
-    assert_same(got[3], mhc_ops.quantise(y.cpu(), ue8m0))
+    assert_same(got[3], reference.quantise(y.cpu(), ue8m0))
     assert_same_bits([got[0]], [streams])
     for a, b in zip((*got[1:3], got[4]), (post_mix, comb_mix, pre_mix), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
@@ -54,22 +54,30 @@ def test_many_tokens(device, seed, tokens, pre_mix, norm_dtype, ue8m0):
 @both
 def test_quantiser_of_every_maximum(ue8m0):
     y = every_maximum()
-    assert_same(mhc_ops.quantise(y, ue8m0), exact(y, ue8m0))
+    assert_same(reference.quantise(y, ue8m0), exact(y, ue8m0))
 
 
 @both
 def test_quantiser_of_random_values(seed, ue8m0):
     y = (torch.randn(512, 512) * torch.exp2(torch.randint(-20, 20, (512, 1)))).bfloat16()
-    assert_same(mhc_ops.quantise(y, ue8m0), exact(y, ue8m0))
+    assert_same(reference.quantise(y, ue8m0), exact(y, ue8m0))
 
 
 @pytest.mark.gpu
 @both
-def test_operator_of_every_maximum(ue8m0):
-    for y in every_maximum().cuda():
+def test_operator_of_many_maxima(ue8m0):
+    for y in every_maximum()[::8].cuda():
         given = carrying(y, device="cuda")
         assert_same_bits([operator("post_pre_delayed")(*given)[3]], [y[None]])
         assert_same(quantised(given, ue8m0)[3], exact(y[None].cpu(), ue8m0))
+
+
+@both
+def test_alone(device, seed, ue8m0):
+    """Of many rows, wider than a block of any configuration, and of every maximum."""
+    for y in (torch.randn(130, 4224).bfloat16(), every_maximum()):
+        got = operator("quantise")(y.to(device), ue8m0)
+        assert_same(got, exact(y, ue8m0))
 
 
 @both
@@ -179,7 +187,7 @@ def test_errors(fault):
 def test_chips_without_e4m3(monkeypatch, name, tokens):
     """Before anything is launched: the launcher of this CPU's tensors would fail."""
     monkeypatch.setattr(launch, "architecture", lambda index: name)
-    message = rf"mhc::post_pre_delayed_quant: needs a chip with OCP float8_e4m3fn .*, got {name}"
+    message = rf"mhc: quantising needs a chip with OCP float8_e4m3fn .*, got {name}"
     with pytest.raises(RuntimeError, match=message):
         ops.post_pre_delayed_quant(launch.run, *make_inputs(tokens, 128))
 

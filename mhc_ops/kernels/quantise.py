@@ -28,18 +28,22 @@ def quantise(y, UE8M0: tl.constexpr):
 
 
 @triton.jit
-def store_quantised(
-    y,  # [BLOCK] bf16: columns from `first` on
-    q,  # [H] e4m3
-    scale,  # [H / 32] fp32 or uint8
-    first,  # a multiple of 32
-    H: tl.constexpr,  # a multiple of 32
+def store_layer_input(
+    y,  # [BLOCK] bf16: a block of one token's columns; those past H are 0 and not stored
+    layer_input,  # [T, H] bf16, or e4m3 with scale
+    scale,  # [T, H / 32] fp32 or uint8, or None
+    t,  # which token
+    first,  # which column is the first, a multiple of 32
+    H: tl.constexpr,  # a multiple of 32 with scale
 ):
-    """A block of one token's columns; those past H are 0 and not stored."""
-    GROUPS: tl.constexpr = y.shape[0] // 32
-    groups = tl.reshape(y, [GROUPS, 32]).to(tl.float32)
-    rounded, scales = quantise(groups, scale.dtype.element_ty == tl.uint8)
-    group = first // 32 + tl.arange(0, GROUPS)[:, None]
-    mask = group < H // 32
-    tl.store(q + group * 32 + tl.arange(0, 32)[None, :], rounded, mask=mask)
-    tl.store(scale + group, scales, mask=mask)
+    if scale is None:
+        cols = first + tl.arange(0, y.shape[0])
+        tl.store(layer_input + t * H + cols, y, mask=cols < H)
+    else:
+        GROUPS: tl.constexpr = y.shape[0] // 32
+        groups = tl.reshape(y, [GROUPS, 32]).to(tl.float32)
+        q, scales = quantise(groups, scale.dtype.element_ty == tl.uint8)
+        group = first // 32 + tl.arange(0, GROUPS)[:, None]
+        mask = group < H // 32
+        tl.store(layer_input + t * H + group * 32 + tl.arange(0, 32)[None, :], q, mask=mask)
+        tl.store(scale + t * (H // 32) + group, scales, mask=mask)

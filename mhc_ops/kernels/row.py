@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .project import fma4, rounded
-from .quantise import store_quantised
+from .quantise import store_layer_input
 
 
 @triton.jit
@@ -123,7 +123,7 @@ def row_program(
             else:
                 u = b0
             if norm_weight is None:
-                tl.store(layer_input + t * H + cols, u, mask=mask)
+                store_layer_input(u, layer_input, layer_input_scale, t, step * BLOCK, H)
             else:
                 square += u.to(tl.float32) * u.to(tl.float32)
                 collapsed += (u,)
@@ -138,8 +138,4 @@ def row_program(
             mask = cols < H
             w = tl.load(norm_weight + cols, mask=mask, other=0.0).to(tl.float32)
             normed = rounded(collapsed[step].to(tl.float32) * scale * w, VENDOR, False)
-            if layer_input_scale is None:
-                tl.store(layer_input + t * H + cols, normed, mask=mask)
-            else:
-                q = layer_input + t * H
-                store_quantised(normed, q, layer_input_scale + t * (H // 32), step * BLOCK, H)
+            store_layer_input(normed, layer_input, layer_input_scale, t, step * BLOCK, H)
