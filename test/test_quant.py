@@ -1,5 +1,6 @@
 """post_pre_delayed_quant: the bits of the seam and then the quantiser, and what that must give."""
 
+import canary
 import pytest
 import torch
 from cases import assert_same_bits, map_tensors, operator
@@ -8,7 +9,7 @@ from test_checks import on_meta
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mhc_ops
-from mhc_ops import launch, ops, reference
+from mhc_ops import configs, launch, ops, reference
 from mhc_ops.testing import make_inputs
 
 H = 256
@@ -78,6 +79,25 @@ def test_alone(device, seed, ue8m0):
     for y in (torch.randn(130, 4224).bfloat16(), every_maximum()):
         got = operator("quantise")(y.to(device), ue8m0)
         assert_same(got, exact(y, ue8m0))
+
+
+@pytest.mark.gpu
+@both
+def test_every_configuration_inside_canaries(seed, ue8m0):
+    for config in configs.rows(launch.architecture(0), 5120):
+
+        def run(given, made, config=config):
+            launch.run_with(config, launch.vendor(), given, made)
+
+        for tokens in (1, 2 * config.block_t + 1):
+            given = make_inputs(tokens, 5120, seed=seed + tokens, device="cuda")
+            with canary.allocations(at_least=8):
+                *_, q, scale, _ = ops.post_pre_delayed_quant(run, *given, ue8m0)
+            y = ops.post_pre_delayed(run, *given)[3]
+            assert_same((q, scale), reference.quantise(y.cpu(), ue8m0))
+            with canary.allocations(at_least=2):
+                alone = ops.quantise(run, y, ue8m0)
+            assert_same(alone, (q, scale))
 
 
 @both

@@ -107,6 +107,15 @@ def test_operator(seed, norm_dtype, config, ue8m0):
 
 
 @both
+@pytest.mark.parametrize("hidden_size", [128, 640])
+def test_alone(seed, hidden_size, ue8m0):
+    x = torch.randn(5, hidden_size).bfloat16()
+    with canary.allocations(at_least=2):
+        got = ops.quantise(backend(FUSED), x, ue8m0)
+    assert_same(got, exact(x, ue8m0))
+
+
+@both
 def test_other_operators_could_quantise_too(seed, ue8m0):
     """The row programs of pre_delayed and expand_pre_delayed take a scale as well."""
     given = make_inputs(5, 256, seed=seed)
