@@ -10,7 +10,8 @@ TRITON ?= 3.9.0
 TRITON_OLDEST := 3.6.0
 VENV := .venv
 
-TEST_TOOLS := 'pytest>=9,<10' 'pytest-xdist>=3.8,<4' 'expecttest>=0.3,<0.4' numpy
+TEST_TOOLS := 'pytest>=9,<10' 'pytest-xdist>=3.8,<4' 'expecttest>=0.3,<0.4' numpy \
+  'setuptools>=77' 'cmake>=3.27,<5'
 # Processes of a test run. One thread each: more only get in each other's way.
 JOBS ?= 2
 PARALLEL := -n $(JOBS)
@@ -61,7 +62,7 @@ format: $(VENV)/.lint
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
-	find mhc_ops test benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find mhc_ops csrc_meta test benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # The paths of $(PYTHON)'s own packages go into a .pth file instead of --system-site-packages,
 # which would miss a torch that lives in a virtual environment.

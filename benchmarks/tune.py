@@ -51,7 +51,6 @@ def candidates(tokens, hidden):
         for t, block, warps in itertools.product((1, 4, 16), (1, 8, 32, 128), (1, 4))
         if t * block <= 128 and not (tokens <= 16 and t > 1) and not (tokens > 2048 and t == 1)
     ]
-    yield [{"pdl": False}]
 
 
 def beginning(tokens):
@@ -61,7 +60,6 @@ def beginning(tokens):
         fused=tokens <= 2048, row_block=2048, row_warps=4, block_t=16 if small else 64,
         block_h=32, cols=64 if tokens <= 96 else 640, warps=4, stages=1 if tokens <= 96 else 3,
         fence=True, pack=not small, gate_t=1 if small else 16, split_block=16, gate_warps=2,
-        pdl=True,
     )  # fmt: skip
 
 

@@ -38,6 +38,11 @@ ARGUMENTS = {
 _FOLDED_FN = Argument(((GATES, "H"),), _FP32, True)  # what goes with x
 
 
+def argument(name, first):
+    """What `name` must be in an operator whose first argument is `first`."""
+    return _FOLDED_FN if (first, name) == ("x", "fn") else ARGUMENTS[name]
+
+
 def check(op, tensors, epsilons, sinkhorn_repeat, *, addresses=True):
     """Raise what the contract says about bad input; return nothing when all is well.
 
@@ -61,7 +66,7 @@ def check(op, tensors, epsilons, sinkhorn_repeat, *, addresses=True):
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        wanted = _FOLDED_FN if (first, name) == ("x", "fn") else ARGUMENTS[name]
+        wanted = argument(name, first)
         if tensor.dtype not in wanted.dtypes:
             names = " or ".join(str(d).removeprefix("torch.") for d in wanted.dtypes)
             got = str(tensor.dtype).removeprefix("torch.")

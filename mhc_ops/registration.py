@@ -2,25 +2,13 @@
 
 import functools
 import importlib
-import pathlib
 
 import torch
 
-from . import ops, reference
+from . import meta_library, ops, reference
+from .schemas import read_schemas
 
 NAMESPACE = "mhc"
-_SCHEMAS = pathlib.Path(__file__).with_name("schemas.txt")
-
-
-def read_schemas():
-    """{operator: (schema, tag names)} from schemas.txt, in its order."""
-    found = {}
-    for line in _SCHEMAS.read_text().splitlines():
-        if not line or line.startswith("#"):
-            continue
-        tags, schema = line.removeprefix("[").split("] ", 1)
-        found[schema.split("(", 1)[0]] = schema, [tag.strip() for tag in tags.split(",")]
-    return found
 
 
 def _run_on_gpu(given, made):
@@ -67,20 +55,26 @@ def _written(schema):
 
 
 def _register():
+    # First: the library registers nothing where the operators are there already.
+    meta_library.load()
+    schemas = read_schemas()
+    in_library = meta_library.refuse_stale(NAMESPACE, {n: s for n, (s, _) in schemas.items()})
     # Kept alive at module level: the registrations end with the Library object.
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
-    for name, (schema, tag_names) in read_schemas().items():
-        tags = [getattr(torch.Tag, tag) for tag in tag_names if hasattr(torch.Tag, tag)]
-        library.define(schema, tags=tags)
+    for name, (schema, tag_names) in schemas.items():
+        if not in_library:
+            tags = [getattr(torch.Tag, tag) for tag in tag_names if hasattr(torch.Tag, tag)]
+            library.define(schema, tags=tags)
         body = getattr(ops, name)
         overload = getattr(getattr(torch.ops, NAMESPACE), name).default
-        guard = functools.partial(_guard, overload, _written(overload._schema))
-        library.impl(name, guard, "Autograd", with_keyset=True)
+        if not in_library:  # it has a guard of its own; a second kernel would warn
+            guard = functools.partial(_guard, overload, _written(overload._schema))
+            library.impl(name, guard, "Autograd", with_keyset=True)
         for key, run in BACKENDS.items():
             library.impl(name, functools.partial(body, run), key)
-        torch.library.register_fake(
-            f"{NAMESPACE}::{name}", functools.partial(body, ops.fake), lib=library
-        )
+        # In place of the library's Meta kernel: tracing follows the code that also runs eagerly.
+        fake = functools.partial(body, ops.fake)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library, allow_override=True)
     return library
 
 

@@ -19,17 +19,6 @@ TARGETS = {
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * 1024),
     "gfx950": (GPUTarget("hip", "gfx950", 64), 160 * 1024),
 }
-# Bytes that may spill; 0 where nothing is said. triton 3.9 needs a few registers more than 3.6.0,
-# with which the sm_90 rows were measured and nothing spills. The shapes that fit are 20% slower.
-SPILLS = {"sm_90": {"post_pre_delayed": 16, "post_pre_delayed_aux": 24}}
-if triton.__version__.startswith("3.6."):
-    SPILLS = {}
-
-
-def spill_limit(architecture, operator):
-    return SPILLS.get(architecture, {}).get(operator, 0)
-
-
 MATRIX_INSTRUCTION = re.compile(r"\b(wgmma\.mma|mma\.sync|tcgen05\.mma|v_mfma)")
 _POINTERS = {
     torch.bfloat16: "*bf16",

@@ -80,13 +80,14 @@ def test_every_row_can_be_launched(name, hidden_size):
         assert hidden_size % row.block_h == 0
         assert row.cols is None or row.cols % row.block_h == 0
         assert row.warps in (1, 2, 4, 8, 16)
-        assert row.finish_warps in (1, 2, 4, 8, 16)
+        assert row.row_warps in (1, 2, 4, 8, 16)
+        assert row.gate_warps in (1, 2, 4, 8, 16)
 
 
 ROW = {
-    "max_tokens": None, "block_t": 16, "block_h": 64, "cols": 128, "warps": 4, "stages": 2,
-    "fence": True, "pack": False, "gate_t": 1, "split_block": 4, "norm_t": 1, "norm_cols": None,
-    "norm_block": 256, "finish_warps": 4,
+    "max_tokens": None, "fused": True, "row_block": 1024, "row_warps": 4, "block_t": 16,
+    "block_h": 64, "cols": 128, "warps": 4, "stages": 2, "fence": True, "pack": False, "gate_t": 1,
+    "split_block": 4, "gate_warps": 4,
 }  # fmt: skip
 
 

@@ -24,8 +24,8 @@ pytestmark = [
 FEW = 3
 
 PLAIN = configs.Config(
-    max_tokens=None, block_t=16, block_h=64, cols=128, warps=4, stages=1, fence=False, pack=False,
-    gate_t=16, split_block=4, norm_t=16, norm_cols=None, norm_block=128, finish_warps=4,
+    max_tokens=None, fused=True, row_block=128, row_warps=4, block_t=16, block_h=64, cols=128,
+    warps=4, stages=1, fence=False, pack=False, gate_t=16, split_block=4, gate_warps=4,
 )  # fmt: skip
 # One edge of the kernels at a time, where PLAIN is in the middle.
 EDGES = {
@@ -44,11 +44,11 @@ EDGES = {
     "gates of all tokens": {"gate_t": 64},
     "splits one by one": {"split_block": 1},
     "more than all splits": {"split_block": 32},
-    "norm a token each": {"norm_t": 1},
-    "norm over several programs": {"norm_cols": 128},
-    "norm over unequal programs": {"norm_cols": 256},
-    "norm programs between steps": {"norm_cols": 192, "norm_block": 128},
-    "norm steps past H": {"norm_block": 1024},
+    "rows first": {"fused": False},
+    "rows first, packed": {"fused": False, "pack": True},
+    "rows in one step": {"row_block": 512},
+    "rows in unequal steps": {"row_block": 256},
+    "row steps past H": {"row_block": 1024},
 }
 
 
@@ -75,7 +75,7 @@ def test_configuration(seed, edge, tiles):
     config = dataclasses.replace(PLAIN, **EDGES[edge])
     tokens = tiles * config.block_t + 1  # the last tile has one token
     given = make_inputs(tokens, 384, seed=seed, hc_scale=10, sinkhorn_repeat=2)
-    allocated = 6 + config.pack
+    allocated = 6 + config.pack + (not config.fused)
     with canary.allocations(at_least=allocated):
         results = seam(config, given)
     assert_accurate(given, results)
@@ -87,7 +87,8 @@ def shipped():
     for name in configs.architectures():
         for hidden_size in (4096, 5120, 7168):
             for row in configs.rows(name, hidden_size):
-                blank = {"max_tokens": None, "warps": 4, "finish_warps": 4, "stages": 1, "why": ""}
+                blank = {"max_tokens": None, "warps": 4, "row_warps": 4, "gate_warps": 4}
+                blank |= {"stages": 1, "fence": False, "why": ""}
                 seen.setdefault(dataclasses.replace(row, **blank), f"{name}-{row.max_tokens}")
     return [pytest.param(row, id=name) for row, name in seen.items()]
 
@@ -140,10 +141,10 @@ def test_huge_comb_logits(seed, factor):
     assert_accurate(given, results)
 
 
-@pytest.mark.parametrize("cols", [64, None])
-def test_in_place(seed, cols):
-    """Programs of the same tokens run one after the other over the streams that they replace."""
-    config = dataclasses.replace(PLAIN, cols=cols)
+@pytest.mark.parametrize("fused", [True, False])
+def test_in_place(seed, fused):
+    """The projection does not read streams that a row program has replaced already."""
+    config = dataclasses.replace(PLAIN, fused=fused)
     given = make_inputs(17, 256, seed=seed, sinkhorn_repeat=FEW)
     wanted = seam(config, given)
     buffers = []

@@ -39,29 +39,30 @@ def test_shipped_configuration(operator, case):
     for step in steps(operator, *case):
         kernel = aot.compile_step(step, architecture)
         name = step.kernel.__name__
-        assert kernel.spills <= aot.spill_limit(architecture, operator), (
+        assert kernel.spills == 0, (
             f"{name} spills {kernel.spills} (of {kernel.registers} registers)"
         )
         assert kernel.shared <= limit, f"{name} takes {kernel.shared} bytes of shared memory"
 
 
 REDUCTION = re.compile(
-    r'"tt\.reduce"\(.*?\) <\{axis = (\d) : i32\}>.*?\}\) : \(tensor<([\dx]+)xf32, (.*?)>\) -> ',
-    re.DOTALL,
+    r'"tt\.reduce"\(.*?\) <\{axis = 0 : i32\}>.*?\}\) : \(tensor<(\d+)xf32, (.*?)>\) -> ', re.DOTALL
 )
 
 
 def order_of_collapse_sum(operator, case):
-    """{(axis, shape): layout} of the two reductions that make sum(u^2), the last of their kind."""
-    (seam,) = (s for s in steps(operator, *case) if s.kernel.__name__ == "seam_kernel")
-    ir = aot.compile_step(seam, case[0]).ir
-    aliases = dict(re.findall(r"^(#\w+) = (.*)$", ir, re.MULTILINE))
-    shape = f"{seam.constants['BLOCK_T']}x{seam.constants['BLOCK_H'] // 8}"
-    return {
-        (axis, size): re.sub(r"#\w+", lambda m: aliases.get(m[0], m[0]), layout)
-        for axis, size, layout in REDUCTION.findall(ir)
-        if size in (shape, f"{shape}x8")
-    }
+    """{(layout, warps)} of the sums over a row, sum(u^2) among them."""
+    orders = set()
+    for step in steps(operator, *case):
+        if step.kernel.__name__ != "seam_kernel":
+            continue
+        ir = aot.compile_step(step, case[0]).ir
+        aliases = dict(re.findall(r"^(#\w+) = (.*)$", ir, re.MULTILINE))
+        for size, layout in REDUCTION.findall(ir):
+            if size == str(step.constants["ROW_BLOCK"]):
+                layout = re.sub(r"#\w+", lambda m, a=aliases: a.get(m[0], m[0]), layout)
+                orders.add((layout, step.options["num_warps"]))
+    return orders
 
 
 @every_case
@@ -69,6 +70,6 @@ def test_the_collapse_sums_in_one_order(case):
     """Operators compiled apart give one layer_input, bit for bit, on chips that are not here too:
     a square of a bf16 is exact in fp32, so only the order of sum(u^2) could tell them apart."""
     wanted = order_of_collapse_sum("post_pre_delayed", case)
-    assert len(wanted) == 2
+    assert len(wanted) == 1
     for operator in ("post_pre_delayed_aux", "pre_delayed", "post_collapse"):
         assert order_of_collapse_sum(operator, case) == wanted, operator

@@ -11,10 +11,10 @@ from cases import operator
 from expecttest import assert_expected_inline
 
 import mhc_ops
-from mhc_ops import ops, registration
+from mhc_ops import ops, schemas
 from mhc_ops.ops import Given
 
-OPERATORS = tuple(registration.read_schemas())
+OPERATORS = tuple(schemas.read_schemas())
 
 
 def schema_arguments(name):
@@ -40,8 +40,8 @@ mhc::quantise(Tensor x, bool ue8m0=True) -> (Tensor layer_input_q, Tensor layer_
 
 
 def test_file_is_read_to_the_end():
-    read = registration.read_schemas()
-    lines = registration._SCHEMAS.read_text().splitlines()
+    read = schemas.read_schemas()
+    lines = schemas.FILE.read_text().splitlines()
     assert len(read) == sum(line.startswith("[") for line in lines)
     for name, (schema, _) in read.items():
         # Parsed by torch and printed again, so that spelling (1e-06) does not matter.

@@ -31,7 +31,6 @@ class Config:
     gate_t: int  # gates: tokens a program
     split_block: int  # gates: splits added a step
     gate_warps: int
-    pdl: bool  # gates: dependent launch, sm_90 and newer NVIDIA only
     why: str = ""
 
     def __post_init__(self):

@@ -3,8 +3,6 @@
 import triton
 import triton.language as tl
 
-from .pdl import after_previous
-
 
 @triton.jit
 def total(partials, t, T, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr):
@@ -157,9 +155,7 @@ def gates_kernel(
     SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,  # splits added a step
     GATE_T: tl.constexpr,  # tokens a program
-    PDL: tl.constexpr,
 ):
-    after_previous(PDL)
     t = tl.program_id(0) * GATE_T + tl.arange(0, GATE_T)
     sums = total(partials, t, T, SPLITS, SPLIT_BLOCK)
     if squares is None:

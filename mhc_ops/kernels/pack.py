@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from .pdl import after_previous
 from .project import split3
 
 
@@ -13,11 +12,9 @@ def pack_kernel(
     packed,  # [72, K] bf16
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,  # divides K
-    PDL: tl.constexpr,
 ):
     """72 rows without padding, in an order that a sum over reshaped columns undoes:
     hi 0..15, mid 0..15, lo 0..15, then hi 16..23, mid 16..23, lo 16..23."""
-    after_previous(PDL)
     row = tl.program_id(0)
     cols = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     hi, mid, lo = split3(tl.load(fn + row * K + cols))

@@ -5,8 +5,8 @@
     u    = bf16( sum_j q_j * R'_j )                                 kept in registers
     layer_input = bf16( u * rsqrt( sum(u^2) / H + norm_eps ) * w )  stored, or quantised first
 
-A whole row in one program needs no second pass over u and no other program, and asks for 50 KB at
-once, which is what memory is fast at: 1.08 of the copy's time for 16,316 tokens on an H200.
+A whole row in one program needs no second pass over u and waits for no other program. 16,316 tokens
+on an H200: 458 us, 1.17 times the copy's.
 
 Operators must agree to the last bit on what they share, although they are compiled apart: so the
 sums whose products round are written as fma.

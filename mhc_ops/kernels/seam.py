@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-from .pdl import after_previous
 from .project import project_program
 from .row import row_program
 
@@ -23,7 +22,7 @@ def seam_kernel(
     layer_input,  # [T, H] bf16, or e4m3 with layer_input_scale; or None
     layer_input_scale,  # [T, H / 32] fp32 or uint8, see row.py; or None
     aux,  # [T, H] bf16, or None
-    squares,  # [T] fp32: sum R'^2 from the row programs; or None
+    squares,  # [T] fp32: sum R'^2 from row programs launched alone; None: projection programs
     weight,  # [24, K] fp32 or [72, K] bf16, see project.py; or None: no projection programs
     partials,  # [splits, T, 32] fp32: 24 projections, sum R'^2 unless in squares; or None
     T,
@@ -39,9 +38,7 @@ def seam_kernel(
     FENCE: tl.constexpr,
     STAGES: tl.constexpr,
     ROW_BLOCK: tl.constexpr,  # columns that a row program takes at a time
-    PDL: tl.constexpr,
 ):
-    after_previous(PDL)
     program = tl.program_id(0)
     ROWS: tl.constexpr = residual_out is not None or layer_input is not None or aux is not None
     # The first ones project: they have the longer way, and the gates' launch waits for them.
