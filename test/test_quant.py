@@ -91,7 +91,7 @@ def test_every_configuration_inside_canaries(seed, ue8m0):
 
         for tokens in (1, 2 * config.block_t + 1):
             given = make_inputs(tokens, 5120, seed=seed + tokens, device="cuda")
-            with canary.allocations(at_least=8):
+            with canary.allocations(at_least=7):
                 *_, q, scale, _ = ops.post_pre_delayed_quant(run, *given, ue8m0)
             y = ops.post_pre_delayed(run, *given)[3]
             assert_same((q, scale), reference.quantise(y.cpu(), ue8m0))

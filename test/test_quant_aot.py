@@ -33,7 +33,7 @@ def test_compiles_well(chip, index, ue8m0):
     step = rows_step("post_pre_delayed_quant", chip, index, -2 if ue8m0 else -1)
     kernel = aot.compile_step(step, chip)
     _, limit = aot.TARGETS[chip]
-    assert kernel.spills <= aot.spill_limit(chip, "post_pre_delayed")
+    assert kernel.spills == 0
     assert kernel.shared <= limit
     vendor = aot.vendor(chip)
     assert re.search(CONVERTS[vendor], kernel.assembly)
@@ -60,6 +60,6 @@ def test_the_collapse_sums_in_one_order(chip, index):
         ]
 
     wanted = layouts("post_pre_delayed", -1)
-    assert len(wanted) == 2
+    assert wanted
     for call in (-2, -1):
         assert layouts("post_pre_delayed_quant", call) == wanted
