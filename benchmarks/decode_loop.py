@@ -6,6 +6,10 @@ Every way must give the bits of eager at every step, with no graph break, no rec
 and no skipped CUDA graph; only then is anything timed. Attention and MoE are stand-ins, two
 matmuls each: the seams are real, the share of the step that they take is of *this* step. On a CPU
 everything is small and only the checks run.
+
+With --quantised also a model whose seams write e4m3 and whose first matmuls read it: by
+`torch._scaled_mm` where that takes groups of 32 (sm_100, gfx950), elsewhere multiplied out to
+bf16. It prints which.
 """
 
 import argparse
@@ -16,6 +20,7 @@ import harness
 import torch
 from torch._dynamo.utils import counters
 
+import mhc_ops
 from mhc_ops import reference
 from mhc_ops.nn import DelayedSeam, SeamState, leave
 
@@ -25,13 +30,15 @@ WIDTHS = {"attn": 1024, "ffn": 2048}  # at H = 5120
 
 
 class Layer(DelayedSeam):
-    def __init__(self, hidden, device):
+    def __init__(self, hidden, device, quantised):
         super().__init__(hidden, tuple(WIDTHS), device=device)
         for name, width in WIDTHS.items():
             width = width * hidden // 5120
             for kind, shape in (("up", (hidden, width)), ("down", (width, hidden))):
                 weight = torch.randn(shape, device=device) * shape[0] ** -0.5
                 self.register_buffer(f"{name}_{kind}", weight.bfloat16())
+            if quantised:
+                self.quantise_up(name)
             norm = 1 + 0.1 * torch.randn(hidden, device=device)
             self.register_buffer(f"{name}_norm", norm.bfloat16())
             getattr(self, f"hc_{name}_fn").normal_(std=(4 * hidden) ** -0.5)
@@ -41,16 +48,56 @@ class Layer(DelayedSeam):
         for name in WIDTHS:
             norm = getattr(self, f"{name}_norm")
             h, state = seam(self, name, x, state, norm)
-            x = torch.mm(torch.mm(h, getattr(self, f"{name}_up")), getattr(self, f"{name}_down"))
+            if isinstance(h, tuple):
+                x = self.quantised_up(name, *h)
+            else:
+                x = torch.mm(h, getattr(self, f"{name}_up"))
+            x = torch.mm(x, getattr(self, f"{name}_down"))
         return x, state
+
+    def quantise_up(self, name):
+        weight = getattr(self, f"{name}_up").t().contiguous()
+        direct = takes_groups_of_32(weight.device)
+        q, scale = mhc_ops.quantise(weight, direct)
+        self.register_buffer(f"{name}_q", q if direct else multiplied_out(q, scale))
+        self.register_buffer(f"{name}_scale", mhc_ops.block_scale(scale) if direct else None)
+
+    def quantised_up(self, name, q, scale):
+        weight, weight_scale = getattr(self, f"{name}_q"), getattr(self, f"{name}_scale")
+        if weight_scale is None:
+            return torch.mm(multiplied_out(q, scale), weight.t())
+        return scaled_mm(q, weight, mhc_ops.block_scale(scale), weight_scale)
+
+
+def scaled_mm(q, weight, scale, weight_scale):
+    return torch._scaled_mm(q, weight.t(), scale, weight_scale, out_dtype=torch.bfloat16)
+
+
+@functools.cache
+def takes_groups_of_32(device):
+    """Whether torch._scaled_mm does, here: tried, since no version or chip number says it."""
+    if device.type == "cpu":
+        return False
+    q, scale = mhc_ops.quantise(torch.ones(128, 128, dtype=torch.bfloat16, device=device))
+    scale = mhc_ops.block_scale(scale)
+    try:
+        product = scaled_mm(q, q, scale, scale)
+    except (RuntimeError, ValueError, NotImplementedError):
+        return False
+    return bool((product == 128).all())
+
+
+def multiplied_out(q, scale):
+    """q * scale, bf16. fp32 scales: inductor has no e8m0."""
+    return (q.float().unflatten(1, (-1, 32)) * scale.unsqueeze(-1)).flatten(1).bfloat16()
 
 
 class Decoder(torch.nn.Module):
     """`seam` and `leave` say what runs between the sublayers; the weights are the same."""
 
-    def __init__(self, depth, hidden, device):
+    def __init__(self, depth, hidden, device, quantised):
         super().__init__()
-        self.layers = torch.nn.ModuleList(Layer(hidden, device) for _ in range(depth))
+        self.layers = torch.nn.ModuleList(Layer(hidden, device, quantised) for _ in range(depth))
         self.layers[0].fold("attn")
         self.register_buffer("norm", torch.ones(hidden, device=device, dtype=torch.bfloat16))
 
@@ -68,6 +115,15 @@ def overlapped_seam(layer, name, x, state, norm):
         return layer.seam(name, x, state, norm)
     finally:
         layer.overlap = None
+
+
+def quantised_seam(layer, name, x, state, norm):
+    direct = getattr(layer, f"{name}_scale") is not None
+    layer.scale_dtype = torch.float8_e8m0fnu if direct else torch.float32
+    try:
+        return layer.seam(name, x, state, norm)
+    finally:
+        layer.scale_dtype = None
 
 
 def reference_seam(layer, name, x, state, norm):
@@ -90,26 +146,27 @@ def reference_leave(x, state, norm):
 SEAMS = {
     "fused": (DelayedSeam.seam, leave),
     "overlapped": (overlapped_seam, leave),
+    "quantised": (quantised_seam, leave),
     "reference": (reference_seam, reference_leave),
     "none": (lambda layer, name, x, state, norm: (x, state), lambda x, state, norm: x),
 }
 
 
-def captured(model, x):
+def captured(step, x):
     """A function that replays the model from a hand-captured CUDA graph."""
     static = x.clone()
-    model(static)
+    step(static)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        hidden = model(static)
+        hidden = step(static)
 
-    def step(x):
+    def replay(x):
         static.copy_(x)
         graph.replay()
         return hidden
 
-    return step
+    return replay
 
 
 def into_graphs(compiled, x):
@@ -118,13 +175,17 @@ def into_graphs(compiled, x):
     return compiled(x)
 
 
-def ways(model, device):
-    """{how: function of x}; "captured" is added for each T."""
-    compiled = torch.compile(model, fullgraph=True, dynamic=True)
-    found = {"eager": model, "compiled": compiled}
+def ways(model, kind, device):
+    """{(kind, how): function of x}; "captured" is added for each T."""
+
+    def step(x):
+        return model(x, kind)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    found = {(kind, "eager"): step, (kind, "compiled"): compiled}
     if device == "cuda":
-        graphs = torch.compile(model, fullgraph=True, dynamic=True, mode="reduce-overhead")
-        found["reduce-overhead"] = functools.partial(into_graphs, graphs)
+        graphs = torch.compile(step, fullgraph=True, dynamic=True, mode="reduce-overhead")
+        found[kind, "reduce-overhead"] = functools.partial(into_graphs, graphs)
     return found
 
 
@@ -152,11 +213,13 @@ def check(how, step, inputs, wanted):
             raise SystemExit(f"{how} differs from eager at T = {x.shape[0]}, step {i}")
 
 
-def share_of_seams(model, inputs):
-    """{kind: (us a step, share of it in seams)} of captured steps."""
+def share_of_seams(model, kinds, inputs):
+    """{kind: (us a step, share of it in seams)} of captured steps. Of the quantised model the
+    share is what it would be, had its matmuls taken as long as those in bf16."""
     times = {
         kind: harness.graph_time(functools.partial(model, kind=kind), inputs[:4], replays=5)
         for kind in SEAMS
+        if kind != "quantised" or kind in kinds
     }
     without = times.pop("none")
     return {kind: (us, 1 - without / us) for kind, us in times.items()}
@@ -168,6 +231,7 @@ def main():
     parser.add_argument("--hidden", type=int, help="5120, on a CPU 256")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 64, 192])
     parser.add_argument("--steps", type=int, help="100, on a CPU 20")
+    parser.add_argument("--quantised", action="store_true", help="run the FP8 model as well")
     parser.add_argument("--out")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -179,15 +243,17 @@ def main():
 
     torch.manual_seed(0)
     with torch.no_grad():
-        report = run(Decoder(depth, hidden, device), args.tokens, steps, hidden, device)
+        kinds = ("fused", "quantised") if args.quantised else ("fused",)
+        model = Decoder(depth, hidden, device, args.quantised)
+        report = run(model, kinds, args.tokens, steps, hidden, device)
     if args.out:
         where = harness.environment() if device == "cuda" else {"device": "cpu"}
         settings = {"depth": depth, "hidden": hidden, "steps": steps}
         harness.save(args.out, {"environment": where, **settings, **report})
 
 
-def run(model, tokens, steps, hidden, device):
-    steps_of = ways(model, device)
+def run(model, kinds, tokens, steps, hidden, device):
+    steps_of = {key: step for kind in kinds for key, step in ways(model, kind, device).items()}
     inputs = {
         count: list(torch.randn(steps, count, hidden, device=device).bfloat16()) for count in tokens
     }
@@ -200,20 +266,26 @@ def run(model, tokens, steps, hidden, device):
     graphs = counters["stats"]["unique_graphs"]
 
     print(f"{len(model.layers)} layers, H = {hidden}, {steps} steps, {device}\n")
+    if "quantised" in kinds:
+        direct = takes_groups_of_32(model.norm.device)
+        print("quantised: " + ("torch._scaled_mm" if direct else "multiplied out, torch.mm"))
     rows = []
     for count in tokens:
-        wanted = [model(x) for x in inputs[count]]
+        wanted = {kind: [model(x, kind) for x in inputs[count]] for kind in kinds}
         row = {"tokens": count, "tokens_per_s": {}, "step_us": {}}
         every = dict(steps_of)
         if device == "cuda":
-            every["captured"] = captured(model, inputs[count][0])
-        for how, step in every.items():
-            check(how, step, inputs[count], wanted)
-        for how, step in every.items():
+            for kind in kinds:
+                eager = steps_of[kind, "eager"]
+                every[kind, "captured"] = captured(eager, inputs[count][0])
+        for (kind, how), step in every.items():
+            check(f"{kind} {how}", step, inputs[count], wanted[kind])
+        for key, step in every.items():
             spent = seconds_a_step(step, inputs[count], device)
+            how = " ".join(key).removeprefix("fused ")
             row["step_us"][how], row["tokens_per_s"][how] = spent * 1e6, count / spent
         if device == "cuda":
-            row["seams"] = share_of_seams(model, inputs[count])
+            row["seams"] = share_of_seams(model, kinds, inputs[count])
         rows.append(row)
 
     counted = {

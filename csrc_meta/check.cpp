@@ -15,6 +15,7 @@ namespace mhc {
 namespace {
 
 constexpr int64_t kStreams = 4;
+constexpr int64_t kGroup = 32;  // columns that share a scale
 
 template <typename Items>
 std::string join(const Items& items, const char* separator) {
@@ -106,6 +107,8 @@ std::vector<c10::SymInt> Sizes::of(const Shape& shape) const {
       sizes.push_back(hidden_);
     } else if (dimension == "K") {
       sizes.push_back(hidden_ * kStreams);
+    } else if (dimension == "H / 32") {
+      sizes.push_back(hidden_ / kGroup);
     } else {
       sizes.emplace_back(static_cast<int64_t>(std::stoll(dimension)));
     }
@@ -127,7 +130,7 @@ Sizes check(const Operator& op, const Call& call) {
   const Sizes sizes(source.sym_size(0), source.sym_size(-1));
   for (const Argument& argument : op.tensors) {
     const c10::IValue& value = call[argument.name];
-    if (value.isTensor()) {
+    if (value.isTensor() && value.toTensor().defined()) {
       check_tensor(name, argument, value.toTensor(), sizes, first, source.device());
     }
   }
@@ -141,6 +144,17 @@ Sizes check(const Operator& op, const Call& call) {
   if (call.schema.argumentIndexWithName("sinkhorn_repeat")) {
     const int64_t repeat = call["sinkhorn_repeat"].toInt();
     TORCH_CHECK_VALUE(repeat >= 1, name, ": sinkhorn_repeat must be at least 1, got ", repeat);
+  }
+  if (op.quantises) {
+    const auto norm = call.schema.argumentIndexWithName("norm_weight");
+    // The dispatcher takes None for a Tensor, too.
+    TORCH_CHECK_VALUE(
+        !norm || call.values[*norm].toTensor().defined(),
+        name, ": norm_weight is missing; a quantised layer_input is normed");
+    const c10::SymInt hidden = source.sym_size(-1);
+    TORCH_CHECK_VALUE(
+        hidden % kGroup == 0,
+        name, ": H must be a multiple of ", kGroup, ", got H = ", hidden);
   }
   return sizes;
 }

@@ -13,7 +13,7 @@
 
 namespace mhc {
 
-// Dimensions are "T", "H", "K" (4 * H) or a number.
+// Dimensions are "T", "H", "K" (4 * H), "H / 32" or a number.
 using Shape = std::vector<std::string>;
 
 struct Argument {
@@ -26,6 +26,7 @@ struct Argument {
 struct Result {
   Shape shape;
   std::string dtype;
+  std::string dtype_without_ue8m0;
 };
 
 struct Operator {
@@ -33,6 +34,7 @@ struct Operator {
   std::vector<at::Tag> tags;
   std::vector<Argument> tensors;  // in the order in which they are checked; the first has T and H
   std::vector<std::string> epsilons;
+  bool quantises;  // has ue8m0; H must be a multiple of 32, and a norm_weight be there
   std::vector<Result> results;
 };
 

@@ -13,8 +13,9 @@ import torch
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1] / "mhc_ops"
 # Sizes that cannot be mistaken for one another or for a number of the contract.
-T, H = 101, 1009
-DIMENSIONS = {T: "T", H: "H", 4 * H: "K"}  # as in check.cpp; other numbers stay numbers
+T, H = 101, 32 * 1009
+# As in check.cpp; other numbers stay numbers.
+DIMENSIONS = {T: "T", H: "H", 4 * H: "K", H // 32: "H / 32"}
 
 
 def package():
@@ -26,8 +27,10 @@ def package():
     return checks, ops, schemas
 
 
-def probe(checks, ops, name, schema):
-    """(names of the tensors checked, names of the epsilons checked, results) of an operator."""
+def probe(checks, ops, name, schema, **chosen):
+    """(names of the tensors checked, names of the epsilons checked, results) of an operator.
+
+    chosen: {argument: value} where that is not the default."""
     seen = []
     names = {a.name for a in schema.arguments}
     first = schema.arguments[0].name
@@ -46,7 +49,8 @@ def probe(checks, ops, name, schema):
         checks.check(op, tensors, epsilons, *rest, **options)
 
     ops.check = check
-    results = getattr(ops, name)(ops.fake, **{a.name: example(a) for a in schema.arguments})
+    examples = {a.name: example(a) for a in schema.arguments}
+    results = getattr(ops, name)(ops.fake, **{**examples, **chosen})
     tensors, epsilons = seen
     return tensors, epsilons, results if isinstance(results, tuple) else (results,)
 
@@ -66,6 +70,8 @@ def shape(dimensions):
 def operator(checks, ops, name, schema, tags):
     parsed = torch._C.parse_schema(f"mhc::{schema}")
     tensors, epsilons, results = probe(checks, ops, name, parsed)
+    quantises = any(a.name == "ue8m0" for a in parsed.arguments)
+    otherwise = probe(checks, ops, name, parsed, ue8m0=False)[2] if quantises else results
     rules = {n: checks.argument(n, tensors[0]) for n in tensors}
     checked = [
         braces(
@@ -79,12 +85,15 @@ def operator(checks, ops, name, schema, tags):
         for n, rule in rules.items()
     ]
     returned = [
-        braces([shape(DIMENSIONS.get(size, size) for size in r.shape), text(r.dtype)])
-        for r in results
+        braces(
+            [shape(DIMENSIONS.get(size, size) for size in r.shape), text(r.dtype), text(o.dtype)]
+        )
+        for r, o in zip(results, otherwise, strict=True)
     ]
     known = [f"at::Tag::{tag}" for tag in tags if hasattr(torch.Tag, tag)]
     fields = [text(schema), braces(known), braces(checked)]
-    return braces([*fields, braces(map(text, epsilons)), braces(returned)])
+    fields += [braces(map(text, epsilons)), "true" if quantises else "false"]
+    return braces([*fields, braces(returned)])
 
 
 def main(path):

@@ -30,9 +30,11 @@ class MetaKernel final : public c10::OperatorKernel {
     const Call call{schema, torch::jit::last(*stack, count)};
     const Sizes sizes = check(op_, call);
     const auto options = call[op_.tensors.front().name].toTensor().options();
+    const bool ue8m0 = !op_.quantises || call["ue8m0"].toBool();
     torch::jit::Stack results;
     for (const Result& result : op_.results) {
-      const auto dtype = c10::getStringToDtypeMap().at(result.dtype);
+      const auto& name = ue8m0 ? result.dtype : result.dtype_without_ue8m0;
+      const auto dtype = c10::getStringToDtypeMap().at(name);
       results.emplace_back(at::empty_symint(sizes.of(result.shape), options.dtype(dtype)));
     }
     torch::jit::drop(*stack, count);

@@ -7,6 +7,7 @@ import torch
 
 HC_MULT = 4
 GATES = HC_MULT * (HC_MULT + 2)
+GROUP = 32  # columns that share a scale
 
 _BF16 = (torch.bfloat16,)
 _FP32 = (torch.float32,)
@@ -103,6 +104,12 @@ def check(op, tensors, epsilons, sinkhorn_repeat, *, addresses=True):
 
     if addresses and tensors.get("residual_out") is not None:
         _check_overlap(op, tensors)
+
+
+def require_groups(op, hidden_size):
+    """Raise ValueError unless every scale has all its columns."""
+    if hidden_size % GROUP:
+        raise ValueError(f"mhc::{op}: H must be a multiple of {GROUP}, got H = {hidden_size}")
 
 
 def require_together(op, tensors):

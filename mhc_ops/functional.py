@@ -12,6 +12,7 @@ collapse gate):
     u    = bf16( sum_j q_j * R'_j )                                               collapse
     layer_input = bf16( u * rsqrt( sum(u^2) / H + norm_eps ) * w )                norm
     aux  = bf16( sum_j R'_j / n )
+    q, s = layer_input in groups of 32 columns, see quantise                      quantised
 
 x is `sublayer_out`, p `post_layer_mix`, C `comb_res_mix`, q `pre_mix`, W `fn`, s `hc_scale`,
 b `hc_base`, w `norm_weight`. Sinkhorn: softmax over j plus eps, columns scaled to sum 1, then
@@ -36,7 +37,8 @@ On a GPU, H is a multiple of 128 and the contiguous inputs are 16-byte aligned. 
 
 Outputs, fresh and contiguous: residual_out [T, 4, H] bf16, post_mix [T, 4, 1] fp32, comb_mix
 [T, 4, 4] fp32, layer_input and aux [T, H] bf16, next_pre_mix [T, 4] fp32 (the next seam's
-pre_mix). What two functions share they agree on to the last bit, the gates to 1e-6.
+pre_mix); layer_input_q [T, H] float8_e4m3fn, layer_input_scale [T, H / 32] float8_e8m0fnu or fp32.
+What two functions share they agree on to the last bit, the gates to 1e-6.
 
 Raises ValueError (shape, device, layout, eps), TypeError (dtype) or RuntimeError (an input
 requires grad while grad mode is on), before anything is launched or written.
@@ -203,6 +205,43 @@ def post_pre_delayed_aux(
     gate += (hc_post_mult_value, sinkhorn_repeat)
     return torch.ops.mhc.post_pre_delayed_aux.default(
         residual, *gate, pre_mix, sublayer_out, post_layer_mix, comb_res_mix, norm_weight, norm_eps
+    )
+
+
+def post_pre_delayed_quant(
+    residual: Tensor,
+    fn: Tensor,
+    hc_scale: Tensor,
+    hc_base: Tensor,
+    rms_eps: float,
+    hc_pre_eps: float,
+    hc_sinkhorn_eps: float,
+    hc_post_mult_value: float,
+    sinkhorn_repeat: int,
+    pre_mix: Tensor | None,
+    sublayer_out: Tensor,
+    post_layer_mix: Tensor,
+    comb_res_mix: Tensor,
+    norm_weight: Tensor,
+    norm_eps: float = 1e-6,
+    ue8m0: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The whole seam, its layer_input quantised: the bits of `post_pre_delayed`, then `quantise`.
+
+    H is a multiple of 32. `pack_scale` and `block_scale` lay the scales out for GEMMs.
+
+    Returns:
+        residual_out, post_mix, comb_mix, layer_input_q, layer_input_scale (float8_e8m0fnu with
+        ue8m0, else fp32), next_pre_mix. Shapes, dtypes, errors, formula: see `mhc_ops.functional`.
+
+    Raises:
+        RuntimeError: the GPU has no OCP e4m3 (sm_80; gfx942, whose e4m3 is fnuz).
+    """
+    gate = (fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps)
+    gate += (hc_post_mult_value, sinkhorn_repeat)
+    post = (sublayer_out, post_layer_mix, comb_res_mix)
+    return torch.ops.mhc.post_pre_delayed_quant.default(
+        residual, *gate, pre_mix, *post, norm_weight, norm_eps, ue8m0
     )
 
 

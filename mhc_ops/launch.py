@@ -28,6 +28,8 @@ def run(given, made):
     """Fill `made` from `given` on the current stream, without synchronising."""
     source = given.source
     tokens, hidden = source.shape[0], source.shape[-1]
+    if made.layer_input_scale is not None:
+        require_e4m3(architecture(source.device.index))
     if tokens == 0:
         return
     with torch.cuda.device(source.device):
@@ -76,7 +78,8 @@ def plan(config, vendor, given, made):
         squares = source.new_empty((tokens,), dtype=torch.float32)
     streams = (given.residual, given.sublayer_out)
     post = (_dense(given.post_layer_mix), _dense(given.comb_res_mix))
-    row = (_dense(given.pre_mix), given.norm_weight, made.residual_out, made.layer_input, made.aux)
+    layer_input = (made.layer_input, _exponents(made.layer_input_scale))
+    row = (_dense(given.pre_mix), given.norm_weight, made.residual_out, *layer_input, made.aux)
     if rows and not fused:
         yield Launch(
             seam_kernel,
@@ -103,7 +106,7 @@ def plan(config, vendor, given, made):
     if not fused:  # from the streams as they are by now, and nothing but the projection
         if given.residual is not None and given.sublayer_out is not None:
             streams = (made.residual_out, None)
-        post, row = (None,) * 2, (None,) * 5
+        post, row = (None,) * 2, (None,) * 6
     partials = source.new_empty((splits, tokens, PARTIALS), dtype=torch.float32)
     programs = triton.cdiv(tokens, config.block_t) * splits
     yield Launch(
@@ -155,6 +158,26 @@ def _same(a, b):
 def _dense(tensor):
     """A small tensor as the kernels index it; a copy only for unusual strides."""
     return None if tensor is None else tensor.contiguous()
+
+
+def _exponents(scale):
+    """Triton has no e8m0: such a scale goes to a kernel as the bytes that it is."""
+    if scale is None or scale.dtype == torch.float32:
+        return scale
+    return scale.view(torch.uint8)
+
+
+def require_e4m3(architecture):
+    """Raise unless the chip itself converts to OCP e4m3: sm_80 has no FP8, gfx942 only fnuz."""
+    if architecture.startswith("sm_"):
+        has = int(architecture.removeprefix("sm_")) >= 89
+    else:
+        has = architecture.startswith(("gfx95", "gfx12"))
+    if not has:
+        raise RuntimeError(
+            "mhc: quantising needs a chip with OCP float8_e4m3fn (sm_89 or newer, gfx950, gfx12), "
+            f"got {architecture}"
+        )
 
 
 @functools.cache

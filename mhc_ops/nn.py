@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from . import functional
+from . import functional, scales
 from .checks import GATES, HC_MULT
 
 # Seams of at most this many tokens run overlapped on a GPU when nobody says. Nobody has measured
@@ -72,6 +72,10 @@ class DelayedSeam(nn.Module):
             the next seam (or `leave`) waits for. False: the fused operator. None: overlapped up
             to OVERLAP_TOKENS tokens. Compiled and exported code always uses the fused operator,
             a CPU runs the two in order. The results differ in the gates, by at most 1e-6.
+        scale_dtype: torch.float8_e8m0fnu or torch.float32: `seam` returns its layer_input as
+            (layer_input_q, layer_input_scale) with scales of this type, for an FP8 GEMM. None:
+            bf16. The seam between two sublayers is then `post_pre_delayed_quant`, with the same
+            bits as what the others do: their own operator, then `quantise`.
     """
 
     def __init__(
@@ -85,13 +89,17 @@ class DelayedSeam(nn.Module):
         hc_post_mult_value: float = 2.0,
         sinkhorn_repeat: int = 20,
         overlap: bool | None = None,
+        scale_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
+        if scale_dtype not in (None, torch.float8_e8m0fnu, torch.float32):
+            raise ValueError(f"scale_dtype must be float8_e8m0fnu or float32, got {scale_dtype}")
         super().__init__()
         self.names = tuple(names)
         self.constants = (rms_eps, hc_eps, hc_eps, hc_post_mult_value, sinkhorn_repeat)
         self.norm_eps = norm_eps
         self.overlap = overlap
+        self.scale_dtype = scale_dtype
         options = {"dtype": torch.float32, "device": device}
         for name in self.names:
             weights = {
@@ -121,18 +129,22 @@ class DelayedSeam(nn.Module):
             x: [T, H] bf16, the output of the sublayer before, or the embeddings. None: the
                 streams in `state` are mixed already (`mhc_ops.post`, then edited).
             state: what the seam before returned. None: the model begins here.
-            norm_weight: [H], the RMSNorm of the sublayer that follows; None: no norm.
+            norm_weight: [H], the RMSNorm of the sublayer that follows; None: no norm, which
+                scale_dtype does not allow.
             aux: also return the mean of the new streams, for draft models.
 
         Returns:
-            (layer_input, state), and aux if asked for.
+            (layer_input, state), and aux if asked for. With scale_dtype, layer_input is a pair.
 
         Raises:
-            ValueError: x and state are of different numbers of tokens, x or state is missing.
+            ValueError: x and state are of different numbers of tokens, or x, state or
+                norm_weight is missing.
                 Otherwise as `mhc_ops.functional` says.
         """
         if aux and (x is None or state is None):
             raise ValueError("seam: aux needs both x and state")
+        if self.scale_dtype is not None and norm_weight is None:
+            raise ValueError("seam: norm_weight is missing; a quantised layer_input is normed")
         if state is None:
             return self._enter(name, x, norm_weight)
         fn, scale, base = self._weights(name)
@@ -141,13 +153,17 @@ class DelayedSeam(nn.Module):
         state = state.joined()
         if x is None:
             post, comb, h, pre = functional.pre_delayed(state.residual, *gate, state.pre_mix, *norm)
-            return h, SeamState(state.residual, post, comb, pre)
+            return self._quantised(h), SeamState(state.residual, post, comb, pre)
         if not aux and self._overlaps(state.residual):
             return self._overlapped(gate, x, state, norm)
         inputs = (state.residual, *gate, state.pre_mix, x, state.post_mix, state.comb_mix, *norm)
         if aux:
             streams, post, comb, h, pre, mean = functional.post_pre_delayed_aux(*inputs)
-            return h, SeamState(streams, post, comb, pre), mean
+            return self._quantised(h), SeamState(streams, post, comb, pre), mean
+        if self.scale_dtype is not None:
+            ue8m0 = self.scale_dtype != torch.float32
+            streams, post, comb, *h, pre = functional.post_pre_delayed_quant(*inputs, ue8m0)
+            return tuple(h), SeamState(streams, post, comb, pre)
         streams, post, comb, h, pre = functional.post_pre_delayed(*inputs)
         return h, SeamState(streams, post, comb, pre)
 
@@ -170,7 +186,12 @@ class DelayedSeam(nn.Module):
         streams, post, comb, h, pre = functional.expand_pre_delayed(
             x, *gate, norm_weight, self.norm_eps
         )
-        return h, SeamState(streams, post, comb, pre)
+        return self._quantised(h), SeamState(streams, post, comb, pre)
+
+    def _quantised(self, h):
+        if self.scale_dtype is None:
+            return h
+        return scales.quantise(h, self.scale_dtype != torch.float32)
 
     def _overlapped(self, gate, x, state, norm):
         streams, h = functional.post_collapse(
@@ -178,14 +199,14 @@ class DelayedSeam(nn.Module):
         )
         if streams.device.type == "cpu":
             post, comb, pre = functional.gates(streams, *gate)
-            return h, SeamState(streams, post, comb, pre)
+            return self._quantised(h), SeamState(streams, post, comb, pre)
         side = _side_stream(streams.device)
         side.wait_stream(torch.cuda.current_stream(streams.device))
         with torch.cuda.stream(side):
             post, comb, pre = functional.gates(streams, *gate)
             ready = side.record_event()
         _used_on(side, streams)
-        return h, SeamState(streams, post, comb, pre, ready)
+        return self._quantised(h), SeamState(streams, post, comb, pre, ready)
 
     def _overlaps(self, residual):
         # Streams inside a compiled graph cannot be traced.

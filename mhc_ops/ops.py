@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from . import outputs
-from .checks import ARGUMENTS, check
+from .checks import ARGUMENTS, check, require_groups
 
 
 class Given(NamedTuple):
@@ -50,9 +50,10 @@ class Made(NamedTuple):
     residual_out: torch.Tensor | None  # [T, 4, H] bf16; may be given.residual
     post_mix: torch.Tensor | None  # [T, 4, 1] fp32; with it the two other gates
     comb_mix: torch.Tensor | None  # [T, 4, 4] fp32
-    layer_input: torch.Tensor | None  # [T, H] bf16
+    layer_input: torch.Tensor | None  # [T, H] bf16, or float8_e4m3fn with a scale
     next_pre_mix: torch.Tensor | None  # [T, 4] fp32
     aux: torch.Tensor | None = None  # [T, H] bf16
+    layer_input_scale: torch.Tensor | None = None  # [T, H / 32] float8_e8m0fnu or fp32
 
 
 _NO_GATE = (None,) * 8  # fn to sinkhorn_repeat
@@ -84,7 +85,41 @@ def post_pre_delayed_out(run, *args, residual_out, **kwargs):
 def post_pre_delayed_aux(run, *args, **kwargs):
     given = Given(*args, **kwargs)
     _check("post_pre_delayed_aux", run, given)
-    return _fill(run, given, outputs.streams(given.residual), aux=True)
+    return _fill(run, given, outputs.streams(given.residual), aux=True)[:6]
+
+
+def post_pre_delayed_quant(
+    run,
+    residual,
+    fn,
+    hc_scale,
+    hc_base,
+    rms_eps,
+    hc_pre_eps,
+    hc_sinkhorn_eps,
+    hc_post_mult_value,
+    sinkhorn_repeat,
+    pre_mix,
+    sublayer_out,
+    post_layer_mix,
+    comb_res_mix,
+    norm_weight,
+    norm_eps=1e-6,
+    ue8m0=True,
+):
+    gate = (fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps)
+    gate += (hc_post_mult_value, sinkhorn_repeat)
+    inputs = (pre_mix, sublayer_out, post_layer_mix, comb_res_mix)
+    given = Given(residual, *gate, *inputs, norm_weight, norm_eps)
+    _check("post_pre_delayed_quant", run, given)
+    if norm_weight is None:  # which torch lets through, although the schema does not
+        raise ValueError(
+            "mhc::post_pre_delayed_quant: norm_weight is missing; a quantised layer_input is normed"
+        )
+    require_groups("post_pre_delayed_quant", residual.shape[-1])
+    quantised = outputs.quantised(residual, ue8m0)
+    made = _fill(run, given, outputs.streams(residual), quantised=quantised)
+    return *made[:4], made.layer_input_scale, made.next_pre_mix
 
 
 def pre_delayed(
@@ -174,6 +209,14 @@ def gates(
     return made.post_mix, made.comb_mix, made.next_pre_mix
 
 
+def quantise(run, x, ue8m0=True):
+    given = Given(None, *_NO_GATE, None, x, None, None, None, None)
+    _check("quantise", run, given)
+    require_groups("quantise", x.shape[-1])
+    made = _fill(run, given, None, quantised=outputs.quantised(x, ue8m0))
+    return made.layer_input, made.layer_input_scale
+
+
 def _check(op, run, given, residual_out=None):
     named = given._asdict()
     if given.residual is None:  # as the schema of the model's entry calls it
@@ -184,16 +227,20 @@ def _check(op, run, given, residual_out=None):
     check(op, tensors, epsilons, given.sinkhorn_repeat, addresses=run is not fake)
 
 
-def _fill(run, given, residual_out, *, collapse=True, aux=False):
+def _fill(run, given, residual_out, *, collapse=True, aux=False, quantised=None):
     source = given.source
     post_mix, comb_mix, next_pre_mix = (None,) * 3 if given.fn is None else outputs.gates(source)
+    if quantised is None:
+        quantised = outputs.layer_input(source) if collapse else None, None
+    layer_input, layer_input_scale = quantised
     made = Made(
         residual_out,
         post_mix,
         comb_mix,
-        outputs.layer_input(source) if collapse else None,
+        layer_input,
         next_pre_mix,
         outputs.layer_input(source) if aux else None,
+        layer_input_scale,
     )
     run(given, made)
     return made

@@ -2,7 +2,7 @@
 
 import torch
 
-from .checks import HC_MULT
+from .checks import GROUP, HC_MULT
 
 
 def streams(source):
@@ -23,3 +23,14 @@ def gates(source):
 def layer_input(source):
     """layer_input [T, H] bf16. aux is the same."""
     return source.new_empty((source.shape[0], source.shape[-1]))
+
+
+def quantised(source, ue8m0):
+    """layer_input_q [T, H] float8_e4m3fn and its scale [T, H / 32]: float8_e8m0fnu or fp32."""
+    tokens, hidden = source.shape[0], source.shape[-1]
+    return (
+        source.new_empty((tokens, hidden), dtype=torch.float8_e4m3fn),
+        source.new_empty(
+            (tokens, hidden // GROUP), dtype=torch.float8_e8m0fnu if ue8m0 else torch.float32
+        ),
+    )

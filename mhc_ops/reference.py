@@ -7,7 +7,7 @@ The mixing follows arXiv 2512.24880 (manifold-constrained hyper-connections).
 
 import torch
 
-from .checks import HC_MULT
+from .checks import GROUP, HC_MULT
 
 # Tokens per step: at H = 5120 one block's fp32 and fp64 temporaries are about 30 MB.
 BLOCK_TOKENS = 64
@@ -39,9 +39,12 @@ def run(given, made):
                 )
             if made.layer_input is not None:
                 pre_mix = None if given.pre_mix is None else given.pre_mix[rows]
-                made.layer_input[rows] = norm(
-                    collapse(streams, pre_mix), given.norm_weight, given.norm_eps
-                )
+                normed = norm(collapse(streams, pre_mix), given.norm_weight, given.norm_eps)
+                if made.layer_input_scale is None:
+                    made.layer_input[rows] = normed
+                else:
+                    ue8m0 = made.layer_input_scale.dtype != torch.float32
+                    made.layer_input[rows], made.layer_input_scale[rows] = quantise(normed, ue8m0)
             if made.aux is not None:
                 made.aux[rows] = mean(streams)
 
@@ -117,3 +120,17 @@ def norm(u, norm_weight, norm_eps):
     u = u.float()
     scale = torch.rsqrt(u.square().mean(-1, keepdim=True) + norm_eps)
     return (u * scale * norm_weight.float()).bfloat16()
+
+
+def quantise(y, ue8m0):
+    """(q [T, H] float8_e4m3fn, scale [T, H / 32] float8_e8m0fnu or fp32) of y [T, H] bf16."""
+    groups = y.float().unflatten(-1, (-1, GROUP))
+    # s = max( max|y|, 1e-4 ) / 448
+    scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-4) / 448
+    if ue8m0:  # up to a power of two; e8m0 has NaN for what is not finite
+        above = (scale.view(torch.int32) + 0x7FFFFF & 0x7F800000).view(torch.float32)
+        scale = torch.where(scale.isfinite(), above, torch.nan)
+    q = (groups / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    if ue8m0:  # a power of two is its exponent
+        scale = (scale.view(torch.int32) >> 23).to(torch.uint8).view(torch.float8_e8m0fnu)
+    return q.flatten(-2), scale.squeeze(-1)

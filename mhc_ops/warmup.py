@@ -11,7 +11,8 @@ def warmup(hidden_size, max_tokens, *, device=None, operators=None):
     """Compile and load every kernel variant that calls with up to `max_tokens` tokens can meet.
 
     Runs each launch configuration of the device's architecture once on a single token, for every
-    combination of an operator's optional inputs (pre_mix or not, norm_weight none, bf16 or fp32).
+    combination of an operator's optional inputs (pre_mix or not, norm_weight none, bf16 or fp32,
+    ue8m0 or not).
     A second call costs milliseconds.
 
     Args:
@@ -87,13 +88,17 @@ def single_token_calls(hidden_size, device, operators=None, tokens=1):
         "hc_post_mult_value": [2.0],
         "sinkhorn_repeat": [20],
         "norm_weight": [None, zeros(hidden_size, dtype=bf16), zeros(hidden_size)],
+        "ue8m0": [True, False],
         **{name: [1e-6] for name in ("rms_eps", "hc_pre_eps", "hc_sinkhorn_eps", "norm_eps")},
     }
     calls = []
     for operator in registration.read_schemas() if operators is None else operators:
         body = getattr(ops, operator)
-        names = [a.name for a in getattr(torch.ops.mhc, operator).default._schema.arguments]
-        folded = {"fn": [zeros(24, hidden_size)]} if "x" in names else {}
-        for values in itertools.product(*({**choices, **folded}[name] for name in names)):
+        arguments = getattr(torch.ops.mhc, operator).default._schema.arguments
+        names = [a.name for a in arguments]
+        special = {"fn": [zeros(24, hidden_size)]} if "x" in names else {}
+        if any(a.name == "norm_weight" and "Optional" not in str(a.type) for a in arguments):
+            special["norm_weight"] = choices["norm_weight"][1:]
+        for values in itertools.product(*({**choices, **special}[name] for name in names)):
             body(lambda *call: calls.append(call), **dict(zip(names, values, strict=True)))
     return calls

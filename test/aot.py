@@ -23,6 +23,8 @@ MATRIX_INSTRUCTION = re.compile(r"\b(wgmma\.mma|mma\.sync|tcgen05\.mma|v_mfma)")
 _POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.uint8: "*u8",
 }
 
 

@@ -1,7 +1,8 @@
-"""Makes Triton's interpreter right for bf16. Import before running an interpreted kernel.
+"""Makes Triton's interpreter right for bf16 and e4m3. Import before running an interpreted kernel.
 
 The interpreter keeps bf16 as uint16. Left alone it truncates fp32 to bf16, multiplies the raw
-bits in tl.dot, and adds them in arithmetic; all silently (triton 3.6.0 to 3.9.0).
+bits in tl.dot, and adds them in arithmetic; all silently (triton 3.6.0 to 3.9.0). Of 511
+values from 2^-10 to 448 it rounds 74 to another e4m3 than the nearest, and NaN to 384.
 """
 
 import numpy as np
@@ -12,6 +13,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 _cast = InterpreterBuilder.cast_impl
 _dot = InterpreterBuilder.create_dot
 _binary = InterpreterBuilder.binary_op
+_convert = InterpreterBuilder.create_fp_to_fp
 
 
 def _to_fp32(bits):
@@ -31,6 +33,19 @@ def _cast_impl(self, src, dst_type):
     if source == tl.float32 and target == tl.bfloat16:
         return TensorHandle(_to_bf16(src.data), tl.bfloat16)
     return _cast(self, src, dst_type)
+
+
+def _create_fp_to_fp(self, src, dst_type, *rounding):
+    """e4m3 as GPUs have it: to the nearest even, and to 448 what is larger; NaN stays."""
+    source, target = src.dtype.scalar, dst_type.scalar
+    data = torch.from_numpy(np.ascontiguousarray(src.data))
+    if source == tl.float32 and target == tl.float8e4nv:
+        bits = data.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        return TensorHandle(bits.numpy().reshape(src.data.shape), target)
+    if source == tl.float8e4nv and target == tl.float32:
+        values = data.view(torch.float8_e4m3fn).float()
+        return TensorHandle(values.numpy().reshape(src.data.shape), target)
+    return _convert(self, src, dst_type, *rounding)
 
 
 def _create_dot(self, a, b, d, *rest):
@@ -54,3 +69,4 @@ def _binary_op(self, lhs, rhs, op):
 InterpreterBuilder.cast_impl = _cast_impl
 InterpreterBuilder.create_dot = _create_dot
 InterpreterBuilder.binary_op = _binary_op
+InterpreterBuilder.create_fp_to_fp = _create_fp_to_fp

@@ -70,5 +70,5 @@ def assert_same_bits(got, wanted):
     for a, b in zip(got, wanted, strict=True):
         assert a.dtype == b.dtype
         assert a.shape == b.shape
-        width = {2: torch.int16, 4: torch.int32}[a.element_size()]
+        width = {1: torch.int8, 2: torch.int16, 4: torch.int32}[a.element_size()]
         assert torch.equal(a.contiguous().view(width), b.contiguous().view(width))

@@ -224,6 +224,7 @@ def example(op, tokens=T, **optional):
     """{argument: tensor or value} of an operator."""
     given = make_inputs(tokens, H, **optional)
     named = {**given._asdict(), "x": given.sublayer_out, "residual_out": given.residual}
+    named["ue8m0"] = True
     if op == "expand_pre_delayed":
         named["fn"] = fold_fn(given.fn)
     return {a.name: named[a.name] for a in operator(op)._schema.arguments}
@@ -240,6 +241,8 @@ def tensors(arguments):
 
 def good_calls():
     for op, optional in itertools.product(OPERATORS, OPTIONAL):
+        if op == "post_pre_delayed_quant" and optional["norm_dtype"] is None:
+            continue
         symbolic = ((T, {"symbolic": kind}) for kind in ("DUCK", "DYNAMIC"))
         for tokens, options in ((0, {}), (1, {}), (T, {}), *symbolic):
             arguments = example(op, tokens, **optional)
@@ -247,6 +250,8 @@ def good_calls():
             if "post_layer_mix" in arguments:
                 arguments["post_layer_mix"] = arguments["post_layer_mix"].squeeze(-1)
                 yield as_call(op, arguments, **options)
+            if "ue8m0" in arguments:
+                yield as_call(op, {**arguments, "ue8m0": False}, **options)
 
 
 def single_faults():
@@ -271,6 +276,15 @@ def single_faults():
                 yield as_call(op, arguments, symbolic="DYNAMIC")
 
 
+def quantising_faults():
+    given = make_inputs(T, 80)._asdict() | {"ue8m0": True}
+    no_norm = {**example("post_pre_delayed_quant"), "norm_weight": None}
+    for arguments in (given, no_norm, {**given, "norm_weight": None}):
+        yield as_call("post_pre_delayed_quant", arguments)
+        yield as_call("post_pre_delayed_quant", arguments, symbolic="DYNAMIC")
+    yield as_call("quantise", {"x": given["sublayer_out"], "ue8m0": False})
+
+
 def several_faults():
     """Which of two errors is reported."""
     for op in OPERATORS:
@@ -283,7 +297,8 @@ def other_faults():
     for op in OPERATORS:
         arguments = example(op)
         for name in tensors(arguments):
-            yield as_call(op, arguments, on_cpu=name)
+            if len(tensors(arguments)) > 1:
+                yield as_call(op, arguments, on_cpu=name)
             yield as_call(op, arguments, grad=name)
 
 
@@ -319,7 +334,7 @@ def test_same_results(library):
 
 
 def test_same_errors(library):
-    found = same(library, single_faults())
+    found = same(library, itertools.chain(single_faults(), quantising_faults()))
     assert all("error" in outcome for outcome in found)
     assert {outcome["error"][0] for outcome in found} == {"ValueError", "TypeError"}
 

@@ -15,8 +15,8 @@ from mhc_ops import launch, ops
 from mhc_ops.testing import assert_accurate, make_inputs
 
 # Outputs and workspaces of each operator; packing fn needs one more.
-ALLOCATED = dict(zip(MODEL_OPERATORS, (7, 6, 1, 2, 4), strict=True))
-PACKS = ("post_pre_delayed_aux", "expand_pre_delayed", "gates")
+ALLOCATED = dict(zip(MODEL_OPERATORS, (7, 7, 6, 1, 2, 4, 2), strict=True))
+PACKS = ("post_pre_delayed_aux", "post_pre_delayed_quant", "expand_pre_delayed", "gates")
 
 
 def run(name, config, given):

@@ -11,7 +11,7 @@ from cases import operator
 from expecttest import assert_expected_inline
 
 import mhc_ops
-from mhc_ops import functional, ops, schemas
+from mhc_ops import ops, schemas
 from mhc_ops.ops import Given
 
 OPERATORS = tuple(schemas.read_schemas())
@@ -30,10 +30,12 @@ mhc::post_pre_delayed_(Tensor(a!) residual, Tensor fn, Tensor hc_scale, Tensor h
 mhc::post_pre_delayed_out(Tensor residual, Tensor fn, Tensor hc_scale, Tensor hc_base, float rms_eps, float hc_pre_eps, float hc_sinkhorn_eps, float hc_post_mult_value, int sinkhorn_repeat, Tensor? pre_mix, Tensor sublayer_out, Tensor post_layer_mix, Tensor comb_res_mix, Tensor? norm_weight=None, float norm_eps=9.9999999999999995e-07, *, Tensor(a!) residual_out) -> (Tensor post_mix, Tensor comb_mix, Tensor layer_input, Tensor next_pre_mix)
 mhc::pre_delayed(Tensor residual, Tensor fn, Tensor hc_scale, Tensor hc_base, float rms_eps, float hc_pre_eps, float hc_sinkhorn_eps, float hc_post_mult_value, int sinkhorn_repeat, Tensor? pre_mix, Tensor? norm_weight=None, float norm_eps=9.9999999999999995e-07) -> (Tensor post_mix, Tensor comb_mix, Tensor layer_input, Tensor next_pre_mix)
 mhc::post_pre_delayed_aux(Tensor residual, Tensor fn, Tensor hc_scale, Tensor hc_base, float rms_eps, float hc_pre_eps, float hc_sinkhorn_eps, float hc_post_mult_value, int sinkhorn_repeat, Tensor? pre_mix, Tensor sublayer_out, Tensor post_layer_mix, Tensor comb_res_mix, Tensor? norm_weight=None, float norm_eps=9.9999999999999995e-07) -> (Tensor residual_out, Tensor post_mix, Tensor comb_mix, Tensor layer_input, Tensor next_pre_mix, Tensor aux)
+mhc::post_pre_delayed_quant(Tensor residual, Tensor fn, Tensor hc_scale, Tensor hc_base, float rms_eps, float hc_pre_eps, float hc_sinkhorn_eps, float hc_post_mult_value, int sinkhorn_repeat, Tensor? pre_mix, Tensor sublayer_out, Tensor post_layer_mix, Tensor comb_res_mix, Tensor norm_weight, float norm_eps=9.9999999999999995e-07, bool ue8m0=True) -> (Tensor residual_out, Tensor post_mix, Tensor comb_mix, Tensor layer_input_q, Tensor layer_input_scale, Tensor next_pre_mix)
 mhc::expand_pre_delayed(Tensor x, Tensor fn, Tensor hc_scale, Tensor hc_base, float rms_eps, float hc_pre_eps, float hc_sinkhorn_eps, float hc_post_mult_value, int sinkhorn_repeat, Tensor? norm_weight=None, float norm_eps=9.9999999999999995e-07) -> (Tensor residual, Tensor post_mix, Tensor comb_mix, Tensor layer_input, Tensor next_pre_mix)
 mhc::post(Tensor residual, Tensor sublayer_out, Tensor post_layer_mix, Tensor comb_res_mix) -> Tensor residual_out
 mhc::post_collapse(Tensor residual, Tensor sublayer_out, Tensor post_layer_mix, Tensor comb_res_mix, Tensor? pre_mix, Tensor? norm_weight=None, float norm_eps=9.9999999999999995e-07) -> (Tensor residual_out, Tensor layer_input)
-mhc::gates(Tensor residual, Tensor fn, Tensor hc_scale, Tensor hc_base, float rms_eps, float hc_pre_eps, float hc_sinkhorn_eps, float hc_post_mult_value, int sinkhorn_repeat) -> (Tensor post_mix, Tensor comb_mix, Tensor next_pre_mix)""",
+mhc::gates(Tensor residual, Tensor fn, Tensor hc_scale, Tensor hc_base, float rms_eps, float hc_pre_eps, float hc_sinkhorn_eps, float hc_post_mult_value, int sinkhorn_repeat) -> (Tensor post_mix, Tensor comb_mix, Tensor next_pre_mix)
+mhc::quantise(Tensor x, bool ue8m0=True) -> (Tensor layer_input_q, Tensor layer_input_scale)""",
     )
 
 
@@ -86,7 +88,7 @@ def test_given_follows_the_schema():
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_function_follows_the_schema(name):
-    parameters = inspect.signature(getattr(functional, name)).parameters.values()
+    parameters = inspect.signature(getattr(mhc_ops, name)).parameters.values()
     for parameter, argument in zip(parameters, schema_arguments(name), strict=True):
         assert parameter.name == argument.name
         assert (parameter.kind is parameter.KEYWORD_ONLY) == argument.kwarg_only

@@ -3,7 +3,7 @@
     R'_j = bf16( p_j * x + sum_i C[i, j] * R_i )                    stored
     aux  = bf16( sum_j R'_j / 4 )                                   stored
     u    = bf16( sum_j q_j * R'_j )                                 kept in registers
-    layer_input = bf16( u * rsqrt( sum(u^2) / H + norm_eps ) * w )  stored
+    layer_input = bf16( u * rsqrt( sum(u^2) / H + norm_eps ) * w )  stored, or quantised first
 
 A whole row in one program needs no second pass over u and waits for no other program. 16,316 tokens
 on an H200: 458 us, 1.17 times the copy's.
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from .project import fma4, rounded
+from .quantise import store_layer_input
 
 
 @triton.jit
@@ -27,7 +28,8 @@ def row_program(
     pre_mix,  # [T, 4] fp32, or None: u is stream 0
     norm_weight,  # [H] bf16 or fp32, or None: layer_input is u
     residual_out,  # [T, 4, H] bf16, may be residual; or None without sublayer_out
-    layer_input,  # [T, H] bf16, or None: no collapse
+    layer_input,  # [T, H] bf16, or e4m3 with layer_input_scale; or None: no collapse
+    layer_input_scale,  # [T, H / 32] fp32 or, of powers of two the exponents, uint8; or None
     aux,  # [T, H] bf16, or None
     squares,  # [T] fp32: sum R'^2, or of x without residual; or None
     token,
@@ -121,7 +123,7 @@ def row_program(
             else:
                 u = b0
             if norm_weight is None:
-                tl.store(layer_input + t * H + cols, u, mask=mask)
+                store_layer_input(u, layer_input, layer_input_scale, t, step * BLOCK, H)
             else:
                 square += u.to(tl.float32) * u.to(tl.float32)
                 collapsed += (u,)
@@ -136,4 +138,4 @@ def row_program(
             mask = cols < H
             w = tl.load(norm_weight + cols, mask=mask, other=0.0).to(tl.float32)
             normed = rounded(collapsed[step].to(tl.float32) * scale * w, VENDOR, False)
-            tl.store(layer_input + t * H + cols, normed, mask=mask)
+            store_layer_input(normed, layer_input, layer_input_scale, t, step * BLOCK, H)

@@ -19,7 +19,8 @@ def seam_kernel(
     pre_mix,  # [T, 4] fp32, or None: u is stream 0
     norm_weight,  # [H] bf16 or fp32, or None: layer_input is u
     residual_out,  # [T, 4, H] bf16, or None. None as layer_input and aux: no row programs
-    layer_input,  # [T, H] bf16, or None
+    layer_input,  # [T, H] bf16, or e4m3 with layer_input_scale; or None
+    layer_input_scale,  # [T, H / 32] fp32 or uint8, see row.py; or None
     aux,  # [T, H] bf16, or None
     squares,  # [T] fp32: sum R'^2 from row programs launched alone; None: projection programs
     weight,  # [24, K] fp32 or [72, K] bf16, see project.py; or None: no projection programs
@@ -72,6 +73,7 @@ def seam_kernel(
             norm_weight,
             residual_out,
             layer_input,
+            layer_input_scale,
             aux,
             squares,
             program - project_programs,
