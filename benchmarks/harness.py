@@ -16,18 +16,33 @@ RESULTS = pathlib.Path(__file__).with_name("results")
 
 def rotating_inputs(tokens, hidden_size, **options):
     """Enough `Given`s that one round over them is twice the L2: every call finds its cold."""
-    l2 = torch.cuda.get_device_properties(0).L2_cache_size
-    count = max(1, min(64, 2 * l2 // seam_bytes(tokens, hidden_size) + 1))
+    count = _past_l2(seam_bytes(tokens, hidden_size))
     # Seeds beyond a few only cost time on the host; clones have addresses of their own.
     first = [
         make_inputs(tokens, hidden_size, seed=seed, device="cuda", **options)
         for seed in range(min(count, 4))
     ]
-    return [_clone(first[i % len(first)]) for i in range(count)]
+    return [first[0]._make(map(_clone, first[i % len(first)])) for i in range(count)]
 
 
-def _clone(given):
-    return given._make(a.clone() if isinstance(a, torch.Tensor) else a for a in given)
+def rotating_launches(step):
+    """The same of a `launch.Launch` that has run."""
+    count = _past_l2(sum(a.nbytes for a in step.args if isinstance(a, torch.Tensor)))
+    return [step._replace(args=tuple(map(_clone, step.args))) for _ in range(count)]
+
+
+def _past_l2(size):
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size
+    return max(1, min(64, 2 * l2 // size + 1))
+
+
+def _clone(value):
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def start(step):
+    """Run a `launch.Launch`."""
+    step.kernel[step.grid](*step.args, **step.constants, **step.options)
 
 
 def graph_time(call, inputs, replays=25, least_us=500.0):

@@ -47,6 +47,15 @@ def scale4(a, b, c, d, eps):
 
 
 @triton.jit
+def make_pre(sums, r, row, live, hc_scale, hc_base, next_pre_mix, hc_pre_eps):
+    # pre' = sigmoid( m * r * s0 + b ) + eps
+    s0 = tl.load(hc_scale)
+    for j in tl.static_range(4):
+        pre = sigmoid(column(sums, j) * r * s0 + tl.load(hc_base + j)) + hc_pre_eps
+        tl.store(next_pre_mix + row * 4 + j, pre, mask=live)
+
+
+@triton.jit
 def make_gates(
     sums,  # [tokens, 32]: m, ...
     square,  # [tokens]: sum R'^2
@@ -56,7 +65,7 @@ def make_gates(
     hc_base,
     post_mix,
     comb_mix,
-    next_pre_mix,
+    next_pre_mix,  # or None: made elsewhere
     rms_eps,
     hc_pre_eps,
     hc_sinkhorn_eps,
@@ -67,14 +76,13 @@ def make_gates(
     row = t.to(tl.int64)
     # r = rsqrt( sum(R'^2) / K + rms_eps )
     r = tl.rsqrt(square / K + rms_eps)
-    s0 = tl.load(hc_scale)
     s1 = tl.load(hc_scale + 1)
     s2 = tl.load(hc_scale + 2)
+    if next_pre_mix is not None:
+        make_pre(sums, r, row, live, hc_scale, hc_base, next_pre_mix, hc_pre_eps)
     for j in tl.static_range(4):
-        # pre' = sigmoid( m * r * s0 + b ) + eps;  post' = sigmoid( m * r * s1 + b ) * mult
-        pre = sigmoid(column(sums, j) * r * s0 + tl.load(hc_base + j)) + hc_pre_eps
+        # post' = sigmoid( m * r * s1 + b ) * mult
         post = sigmoid(column(sums, 4 + j) * r * s1 + tl.load(hc_base + 4 + j))
-        tl.store(next_pre_mix + row * 4 + j, pre, mask=live)
         tl.store(post_mix + row * 4 + j, post * hc_post_mult_value, mask=live)
     # A[i, j] = m[8 + 4i + j] * r * s2 + b
     r = r * s2

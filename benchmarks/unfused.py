@@ -1,0 +1,325 @@
+"""The seam as a chain of kernels, the way serving engines run it: the baseline of bench_seam.py.
+
+    post                  R'_j = bf16( p_j * x + sum_i C[i, j] * R_i )
+    pre_gemm_sqrsum       m = W . R' and sum R'^2, summed over splits by who reads them
+    pre_big_fuse          post' and comb'
+    pre_mix               pre'
+    head_reduce           u = bf16( sum_j q_j * R'_j )
+    add_rmsnorm           layer_input = bf16( u * rsqrt( mean(u^2) + norm_eps ) * w )
+
+The arithmetic is that of mhc_ops.kernels, called, not copied. Up to 256 tokens the first two
+are one kernel, ours without the collapse. The weights are split by a launch of their own (`pack`)
+where ours are, too. `tune_unfused.py` finds TABLE's numbers.
+"""
+
+import math
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from mhc_ops import launch, ops
+from mhc_ops.kernels.gates import column, make_gates, make_pre, total
+from mhc_ops.kernels.pack import pack_kernel
+from mhc_ops.kernels.project import fma4, rounded
+from mhc_ops.kernels.seam import seam_kernel
+
+
+class Tile(NamedTuple):
+    block_t: int
+    block_h: int
+    warps: int
+
+
+class Gemm(NamedTuple):
+    block_t: int
+    block_h: int  # columns a step
+    cols: int | None  # columns a program; None: all
+    warps: int
+    stages: int
+    pack: bool
+
+
+class Gates(NamedTuple):
+    block_t: int
+    split_block: int  # splits added a step
+    warps: int
+
+
+class Chain(NamedTuple):
+    """The tuning of every kernel for calls of up to max_tokens tokens."""
+
+    max_tokens: int | None
+    post: Tile | None  # None: in one kernel with pre_gemm_sqrsum
+    pre_gemm_sqrsum: Gemm
+    pre_big_fuse: Gates
+    pre_mix: Gates
+    head_reduce: Tile
+    add_rmsnorm: int  # warps
+
+
+# fmt: off
+# Not measured yet: from the rows of sm_90.
+TABLE = (
+    Chain(4, None, Gemm(16, 64, 128, 8, 3, False),
+          Gates(1, 8, 1), Gates(1, 8, 1), Tile(1, 256, 1), 16),
+    Chain(16, None, Gemm(16, 64, 128, 8, 3, False),
+          Gates(1, 8, 1), Gates(1, 8, 1), Tile(1, 256, 1), 16),
+    Chain(96, None, Gemm(16, 32, 128, 4, 3, False),
+          Gates(1, 8, 1), Gates(1, 8, 1), Tile(1, 512, 2), 8),
+    Chain(256, None, Gemm(16, 32, 128, 4, 3, False),
+          Gates(1, 32, 1), Gates(1, 32, 1), Tile(1, 512, 2), 8),
+    Chain(2048, Tile(4, 512, 4), Gemm(64, 64, 640, 4, 3, True),
+          Gates(4, 8, 1), Gates(4, 8, 1), Tile(4, 512, 4), 8),
+    Chain(8192, Tile(4, 512, 4), Gemm(64, 64, 640, 4, 3, True),
+          Gates(16, 8, 4), Gates(16, 8, 4), Tile(4, 512, 4), 8),
+    Chain(None, Tile(4, 512, 4), Gemm(64, 64, 2560, 4, 3, True),
+          Gates(16, 2, 4), Gates(16, 2, 4), Tile(4, 512, 4), 8),
+)
+# fmt: on
+
+
+def lookup(tokens):
+    return next(row for row in TABLE if row.max_tokens is None or tokens <= row.max_tokens)
+
+
+@triton.jit
+def post_kernel(
+    residual,  # [T, 4, H] bf16
+    sublayer_out,  # [T, H] bf16
+    post_layer_mix,  # [T, 4] fp32
+    comb_res_mix,  # [T, 4, 4] fp32
+    residual_out,  # [T, 4, H] bf16
+    T,
+    H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    VENDOR: tl.constexpr,
+):
+    t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
+    cols = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
+    live = t < T
+    mask = live & (cols < H)
+    at = t * (4 * H) + cols
+    r0 = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
+    r1 = tl.load(residual + at + H, mask=mask, other=0.0).to(tl.float32)
+    r2 = tl.load(residual + at + 2 * H, mask=mask, other=0.0).to(tl.float32)
+    r3 = tl.load(residual + at + 3 * H, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(sublayer_out + t * H + cols, mask=mask, other=0.0).to(tl.float32)
+    for j in tl.static_range(4):
+        # R'_j = bf16( p_j * x + sum_i C[i, j] * R_i )
+        p = tl.load(post_layer_mix + t * 4 + j, mask=live, other=0.0)
+        c0 = tl.load(comb_res_mix + t * 16 + j, mask=live, other=0.0)
+        c1 = tl.load(comb_res_mix + t * 16 + 4 + j, mask=live, other=0.0)
+        c2 = tl.load(comb_res_mix + t * 16 + 8 + j, mask=live, other=0.0)
+        c3 = tl.load(comb_res_mix + t * 16 + 12 + j, mask=live, other=0.0)
+        mixed = rounded(fma4(c0, c1, c2, c3, r0, r1, r2, r3, p * x), VENDOR, False)
+        tl.store(residual_out + at + j * H, mixed, mask=mask)
+
+
+@triton.jit
+def head_reduce_kernel(
+    streams,  # [T, 4, H] bf16: R'
+    pre_mix,  # [T, 4] fp32
+    collapsed,  # [T, H] bf16: u
+    T,
+    H: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    VENDOR: tl.constexpr,
+):
+    t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
+    cols = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[None, :]
+    live = t < T
+    mask = live & (cols < H)
+    # u = bf16( sum_j q_j * R'_j )
+    u = tl.zeros([BLOCK_T, BLOCK_H], tl.float32)
+    for j in tl.static_range(4):
+        q = tl.load(pre_mix + t * 4 + j, mask=live, other=0.0)
+        r = tl.load(streams + t * (4 * H) + j * H + cols, mask=mask, other=0.0).to(tl.float32)
+        u += q * r
+    tl.store(collapsed + t * H + cols, rounded(u, VENDOR, False), mask=mask)
+
+
+@triton.jit
+def add_rmsnorm_kernel(
+    collapsed,  # [T, H] bf16: u
+    norm_weight,  # [H] bf16 or fp32
+    layer_input,  # [T, H] bf16
+    norm_eps,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,  # a power of two, H or more
+    VENDOR: tl.constexpr,
+):
+    # layer_input = bf16( u * rsqrt( sum(u^2) / H + norm_eps ) * w )
+    t = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK_H)
+    mask = cols < H
+    u = tl.load(collapsed + t * H + cols, mask=mask, other=0.0).to(tl.float32)
+    w = tl.load(norm_weight + cols, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(u * u, axis=0) / H + norm_eps)
+    tl.store(layer_input + t * H + cols, rounded(u * scale * w, VENDOR, False), mask=mask)
+
+
+@triton.jit(do_not_specialize=["T", "sinkhorn_repeat"])
+def pre_big_fuse_kernel(
+    partials,  # [splits, T, 32] fp32: 24 projections, sum R'^2, 7 unused
+    hc_scale,  # [3] fp32
+    hc_base,  # [24] fp32
+    post_mix,  # [T, 4] fp32
+    comb_mix,  # [T, 4, 4] fp32
+    T,
+    rms_eps,
+    hc_sinkhorn_eps,
+    hc_post_mult_value,
+    sinkhorn_repeat,
+    K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    sums = total(partials, t, T, SPLITS, SPLIT_BLOCK)
+    make_gates(
+        sums,
+        column(sums, 24),
+        t,
+        t < T,
+        hc_scale,
+        hc_base,
+        post_mix,
+        comb_mix,
+        None,
+        rms_eps,
+        0.0,
+        hc_sinkhorn_eps,
+        hc_post_mult_value,
+        sinkhorn_repeat,
+        K,
+    )
+
+
+@triton.jit(do_not_specialize=["T"])
+def pre_mix_kernel(
+    partials,  # [splits, T, 32] fp32: 24 projections, sum R'^2, 7 unused
+    hc_scale,  # [3] fp32
+    hc_base,  # [24] fp32
+    next_pre_mix,  # [T, 4] fp32
+    T,
+    rms_eps,
+    hc_pre_eps,
+    K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    sums = total(partials, t, T, SPLITS, SPLIT_BLOCK)
+    # r = rsqrt( sum(R'^2) / K + rms_eps )
+    r = tl.rsqrt(column(sums, 24) / K + rms_eps)
+    make_pre(sums, r, t.to(tl.int64), t < T, hc_scale, hc_base, next_pre_mix, hc_pre_eps)
+
+
+def tiled(kernel, tile, args, tokens, hidden, vendor):
+    grid = (triton.cdiv(tokens, tile.block_t), triton.cdiv(hidden, tile.block_h))
+    constants = {
+        "H": hidden,
+        "BLOCK_T": tile.block_t,
+        "BLOCK_H": tile.block_h,
+        "VENDOR": vendor,
+    }
+    return launch.Launch(kernel, grid, args, constants, {"num_warps": tile.warps})
+
+
+def summed(kernel, tile, args, tokens, k, splits):
+    constants = {
+        "K": k,
+        "SPLITS": splits,
+        "SPLIT_BLOCK": tile.split_block,
+        "BLOCK_T": tile.block_t,
+    }
+    grid = (triton.cdiv(tokens, tile.block_t),)
+    return launch.Launch(kernel, grid, args, constants, {"num_warps": tile.warps})
+
+
+def projection(chain, vendor, given, made, weight, partials):
+    """seam_kernel without collapse: with post, or on the streams that `post` made."""
+    gemm = chain.pre_gemm_sqrsum
+    tokens, _, hidden = given.residual.shape
+    splits = partials.shape[0]
+    programs = triton.cdiv(tokens, gemm.block_t) * splits
+    if chain.post is None:
+        inputs = given.residual, given.sublayer_out, given.post_layer_mix, given.comb_res_mix
+        streams, rows = made.residual_out, tokens
+    else:
+        inputs = made.residual_out, None, None, None
+        streams, rows = None, 0
+    constants = {
+        "H": hidden,
+        "K": 4 * hidden,
+        "SPLITS": splits,
+        "COLS": gemm.cols or hidden,
+        "BLOCK_T": gemm.block_t,
+        "BLOCK_H": gemm.block_h,
+        "VENDOR": vendor,
+        "FENCE": True,
+        "STAGES": gemm.stages,
+        "ROW_BLOCK": 1024,
+    }
+    return launch.Launch(
+        seam_kernel,
+        (programs + rows,),
+        (*inputs, None, None, streams, None, None, None, weight, partials, tokens, programs, 0.0),
+        constants,
+        {"num_warps": gemm.warps, "num_stages": gemm.stages},
+    )
+
+
+def plan(chain, vendor, given, made):
+    """(name, launch.Launch) of every kernel, in order, for post_pre_delayed with pre_mix and
+    norm_weight."""
+    tokens, _, hidden = given.residual.shape
+    if chain.post is not None:
+        inputs = (given.residual, given.sublayer_out, given.post_layer_mix, given.comb_res_mix)
+        args = (*inputs, made.residual_out, tokens)
+        yield "post", tiled(post_kernel, chain.post, args, tokens, hidden, vendor)
+
+    gemm = chain.pre_gemm_sqrsum
+    weight, k = given.fn, 4 * hidden
+    if gemm.pack:
+        weight = given.residual.new_empty((72, k))
+        constants = {"K": k, "BLOCK_K": math.gcd(k, 512)}
+        grid = (24, k // constants["BLOCK_K"])
+        args = (given.fn, weight)
+        yield "pack", launch.Launch(pack_kernel, grid, args, constants, {"num_warps": 4})
+    splits = triton.cdiv(hidden, gemm.cols or hidden)
+    partials = given.fn.new_empty((splits, tokens, launch.PARTIALS))
+    name = "pre_gemm_sqrsum" if chain.post else "post_pre_gemm_sqrsum"
+    yield name, projection(chain, vendor, given, made, weight, partials)
+
+    sums = (partials, given.hc_scale, given.hc_base)
+    sinkhorn = (given.hc_sinkhorn_eps, given.hc_post_mult_value, given.sinkhorn_repeat)
+    args = (*sums, made.post_mix, made.comb_mix, tokens, given.rms_eps, *sinkhorn)
+    yield "pre_big_fuse", summed(pre_big_fuse_kernel, chain.pre_big_fuse, args, tokens, k, splits)
+    args = (*sums, made.next_pre_mix, tokens, given.rms_eps, given.hc_pre_eps)
+    yield "pre_mix", summed(pre_mix_kernel, chain.pre_mix, args, tokens, k, splits)
+
+    collapsed = given.residual.new_empty((tokens, hidden))
+    args = (made.residual_out, given.pre_mix, collapsed, tokens)
+    yield "head_reduce", tiled(head_reduce_kernel, chain.head_reduce, args, tokens, hidden, vendor)
+    args = (collapsed, given.norm_weight, made.layer_input, given.norm_eps)
+    constants = {"H": hidden, "BLOCK_H": triton.next_power_of_2(hidden), "VENDOR": vendor}
+    options = {"num_warps": chain.add_rmsnorm}
+    yield "add_rmsnorm", launch.Launch(add_rmsnorm_kernel, (tokens,), args, constants, options)
+
+
+def run(given, chain=None, vendor=None):
+    """The five outputs of post_pre_delayed."""
+    chain = lookup(given.residual.shape[0]) if chain is None else chain
+    vendor = launch.vendor() if vendor is None else vendor
+
+    def fill(given, made):
+        for _, (kernel, grid, args, constants, options) in plan(chain, vendor, given, made):
+            kernel[grid](*args, **constants, **options)
+
+    return ops.post_pre_delayed(fill, *given)
