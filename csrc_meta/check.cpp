@@ -118,6 +118,12 @@ std::vector<c10::SymInt> Sizes::of(const Shape& shape) const {
 
 Sizes check(const Operator& op, const Call& call) {
   const std::string& name = call.schema.name();
+  for (const Argument& argument : op.tensors) {
+    const c10::IValue& value = call[argument.name];
+    // None for a tensor that is not optional arrives as one that is not defined.
+    TORCH_CHECK_VALUE(
+        !value.isTensor() || value.toTensor().defined(), name, ": ", argument.name, " is missing");
+  }
   const std::string& first = op.tensors.front().name;
   const at::Tensor& source = call[first].toTensor();
   const bool streams = first != "x";
@@ -130,7 +136,7 @@ Sizes check(const Operator& op, const Call& call) {
   const Sizes sizes(source.sym_size(0), source.sym_size(-1));
   for (const Argument& argument : op.tensors) {
     const c10::IValue& value = call[argument.name];
-    if (value.isTensor() && value.toTensor().defined()) {
+    if (value.isTensor()) {
       check_tensor(name, argument, value.toTensor(), sizes, first, source.device());
     }
   }
@@ -146,11 +152,6 @@ Sizes check(const Operator& op, const Call& call) {
     TORCH_CHECK_VALUE(repeat >= 1, name, ": sinkhorn_repeat must be at least 1, got ", repeat);
   }
   if (op.quantises) {
-    const auto norm = call.schema.argumentIndexWithName("norm_weight");
-    // The dispatcher takes None for a Tensor, too.
-    TORCH_CHECK_VALUE(
-        !norm || call.values[*norm].toTensor().defined(),
-        name, ": norm_weight is missing; a quantised layer_input is normed");
     const c10::SymInt hidden = source.sym_size(-1);
     TORCH_CHECK_VALUE(
         hidden % kGroup == 0,

@@ -34,7 +34,7 @@ struct Operator {
   std::vector<at::Tag> tags;
   std::vector<Argument> tensors;  // in the order in which they are checked; the first has T and H
   std::vector<std::string> epsilons;
-  bool quantises;  // has ue8m0; H must be a multiple of 32, and a norm_weight be there
+  bool quantises;  // has ue8m0; H must be a multiple of 32
   std::vector<Result> results;
 };
 

@@ -113,9 +113,7 @@ def post_pre_delayed_quant(
     given = Given(residual, *gate, *inputs, norm_weight, norm_eps)
     _check("post_pre_delayed_quant", run, given)
     if norm_weight is None:  # which torch lets through, although the schema does not
-        raise ValueError(
-            "mhc::post_pre_delayed_quant: norm_weight is missing; a quantised layer_input is normed"
-        )
+        raise ValueError("mhc::post_pre_delayed_quant: norm_weight is missing")
     require_groups("post_pre_delayed_quant", residual.shape[-1])
     quantised = outputs.quantised(residual, ue8m0)
     made = _fill(run, given, outputs.streams(residual), quantised=quantised)

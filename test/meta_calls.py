@@ -1,7 +1,7 @@
 """Calls of the operators as data, run on meta or symbolic tensors, with what came of them.
 
-Imports nothing of mhc_ops, so that a process can have the C++ library alone:
-python meta_calls.py LIBRARY < calls.json > outcomes.json
+python meta_calls.py LIBRARY < calls.json > outcomes.json, in a process with the C++ library alone, or
+with "mhc_ops" for LIBRARY in one with Python's operators alone.
 """
 
 import json
@@ -69,7 +69,10 @@ def run(call):
 
 
 if __name__ == "__main__":
-    torch.ops.load_library(sys.argv[1])
-    outcomes = [run(call) for call in json.load(sys.stdin)]
-    assert "mhc_ops" not in sys.modules
-    json.dump(outcomes, sys.stdout)
+    if sys.argv[1] == "mhc_ops":
+        import mhc_ops  # noqa: F401
+    else:
+        torch.ops.load_library(sys.argv[1])
+    in_cpp = "register.cpp" in torch._C._dispatch_dump("mhc::post")
+    assert in_cpp == ("mhc_ops" not in sys.modules)
+    json.dump([run(call) for call in json.load(sys.stdin)], sys.stdout)

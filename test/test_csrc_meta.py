@@ -1,28 +1,36 @@
 """The C++ library of schemas and Meta kernels: builds, loads in any order, says what Python says."""
 
-import itertools
 import json
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from cases import OPTIONAL, operator
+from cases import operator
 from filelock import FileLock
-from meta_calls import describe, run
-from test_checks import FAULTS, strided
+from meta_cases import (
+    OPERATORS,
+    H,
+    T,
+    example,
+    good_calls,
+    other_faults,
+    quantising_faults,
+    several_faults,
+    single_faults,
+    tensors,
+)
 
 import mhc_ops
-from mhc_ops import fold_fn, meta_library, schemas
+from mhc_ops import meta_library
 from mhc_ops.testing import make_inputs
 
 ROOT = pathlib.Path(__file__).parents[1]
 TEST = ROOT / "test"
-OPERATORS = tuple(schemas.read_schemas())
-T, H = 5, 256
 NAME = meta_library.file_name(torch.__version__)
 
 if shutil.which("g++") is None:
@@ -220,108 +228,22 @@ def test_stale_library_before_and_after_python(installed, library, tmp_path):
 # The same as Python, in a process without it
 
 
-def example(op, tokens=T, **optional):
-    """{argument: tensor or value} of an operator."""
-    given = make_inputs(tokens, H, **optional)
-    named = {**given._asdict(), "x": given.sublayer_out, "residual_out": given.residual}
-    named["ue8m0"] = True
-    if op == "expand_pre_delayed":
-        named["fn"] = fold_fn(given.fn)
-    return {a.name: named[a.name] for a in operator(op)._schema.arguments}
-
-
-def as_call(op, arguments, **options):
-    data = {k: describe(v) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-    return {"op": op, "arguments": data, **options}
-
-
-def tensors(arguments):
-    return [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
-
-
-def good_calls():
-    for op, optional in itertools.product(OPERATORS, OPTIONAL):
-        if op == "post_pre_delayed_quant" and optional["norm_dtype"] is None:
-            continue
-        symbolic = ((T, {"symbolic": kind}) for kind in ("DUCK", "DYNAMIC"))
-        for tokens, options in ((0, {}), (1, {}), (T, {}), *symbolic):
-            arguments = example(op, tokens, **optional)
-            yield as_call(op, arguments, **options)
-            if "post_layer_mix" in arguments:
-                arguments["post_layer_mix"] = arguments["post_layer_mix"].squeeze(-1)
-                yield as_call(op, arguments, **options)
-            if "ue8m0" in arguments:
-                yield as_call(op, {**arguments, "ue8m0": False}, **options)
-
-
-def single_faults():
-    faults = {
-        **FAULTS,
-        "x": {
-            "rank": lambda t: t[None],
-            "no columns": lambda t: t[:, :0],
-            "dtype": lambda t: t.float(),
-            "strides": strided,
-        },
-    }
-    # The smallest double, and where Python changes to exponents.
-    for value in (-5e-324, -1e-5, -1e-4, -123456.0, -1e15, -1e16, -0.1, -1.5e300):
-        faults["rms_eps"] = {**faults["rms_eps"], repr(value): lambda _, value=value: value}
-    for op in OPERATORS:
-        for argument in example(op):
-            for change in faults.get(argument, {}).values():
-                arguments = example(op)
-                arguments[argument] = change(arguments[argument])
-                yield as_call(op, arguments)
-                yield as_call(op, arguments, symbolic="DYNAMIC")
-
-
-def quantising_faults():
-    given = make_inputs(T, 80)._asdict() | {"ue8m0": True}
-    no_norm = {**example("post_pre_delayed_quant"), "norm_weight": None}
-    for arguments in (given, no_norm, {**given, "norm_weight": None}):
-        yield as_call("post_pre_delayed_quant", arguments)
-        yield as_call("post_pre_delayed_quant", arguments, symbolic="DYNAMIC")
-    yield as_call("quantise", {"x": given["sublayer_out"], "ue8m0": False})
-
-
-def several_faults():
-    """Which of two errors is reported."""
-    for op in OPERATORS:
-        for pair in itertools.combinations(tensors(example(op)), 2):
-            arguments = example(op)
-            yield as_call(op, {k: v.int() if k in pair else v for k, v in arguments.items()})
-
-
-def other_faults():
-    for op in OPERATORS:
-        arguments = example(op)
-        for name in tensors(arguments):
-            if len(tensors(arguments)) > 1:
-                yield as_call(op, arguments, on_cpu=name)
-            yield as_call(op, arguments, grad=name)
-
-
-def outcomes(library, calls):
-    """[(call, outcome in this process, outcome in one with the library alone)]."""
-    calls = list(calls)
-    script = TEST / "meta_calls.py"
-    there = python(script, library, input=json.dumps(calls), cwd=library.parent).stdout
-    here = [json.loads(json.dumps(run(call))) for call in calls]
-    return list(zip(calls, here, json.loads(there), strict=True))
-
-
 def same(library, calls):
-    """The outcomes, after asserting that they are the same on both sides."""
-    pairs = outcomes(library, calls)
-    different = [pair for pair in pairs if pair[1] != pair[2]]
-    assert not different, f"{len(different)} of {len(pairs)}, first: {different[0]}"
-    return [here for _, here, _ in pairs]
+    """What came of the calls, after asserting that it is the same in Python and in C++."""
+    calls = list(calls)
+
+    def outcomes(operators):
+        script, data = TEST / "meta_calls.py", json.dumps(calls)
+        return json.loads(python(script, operators, path=[ROOT], input=data).stdout)
+
+    with ThreadPoolExecutor() as both:
+        found, wanted = both.map(outcomes, (library, "mhc_ops"))
+    different = [both for both in zip(calls, found, wanted, strict=True) if both[1] != both[2]]
+    assert not different, f"{len(different)} of {len(calls)}, first: {different[0]}"
+    return found
 
 
 def test_same_results(library):
-    # This process must be the one without the library.
-    assert "register.cpp" not in torch._C._dispatch_dump("mhc::post")
     found = same(library, good_calls())
     assert all("results" in outcome for outcome in found)
     assert {name for outcome in found for name in outcome["written"]} == {
@@ -334,7 +256,7 @@ def test_same_results(library):
 
 
 def test_same_errors(library):
-    found = same(library, itertools.chain(single_faults(), quantising_faults()))
+    found = same(library, [*single_faults(), *quantising_faults()])
     assert all("error" in outcome for outcome in found)
     assert {outcome["error"][0] for outcome in found} == {"ValueError", "TypeError"}
 
@@ -348,6 +270,15 @@ def test_same_errors_of_devices_and_gradients(library):
     assert {outcome["error"][0] for outcome in found} == {"ValueError", "RuntimeError"}
 
 
+def test_none_for_a_tensor_that_is_not_optional(library):
+    """The dispatcher lets it through, as a tensor that is not defined."""
+    call = "import sys, torch; torch.ops.load_library(sys.argv[1]); "
+    call += "streams = torch.empty(3, 4, 128, dtype=torch.bfloat16, device='meta'); "
+    call += "torch.ops.mhc.post(streams, *[None] * 3)"
+    done = python("-c", call, library, check=False)
+    assert done.stderr.splitlines()[-1] == "ValueError: mhc::post: sublayer_out is missing"
+
+
 # Compilers, with the library and without
 
 GRAPHS = """
@@ -357,7 +288,7 @@ if len(sys.argv) > 1:
     torch.ops.load_library(sys.argv[1])
 import mhc_ops
 from torch._dynamo.utils import counters
-from test_csrc_meta import OPERATORS, T, example
+from meta_cases import OPERATORS, T, example
 
 class Call(torch.nn.Module):
     def __init__(self, op):
@@ -391,12 +322,14 @@ def test_same_graphs(library, tmp_path):
     assert python("-c", GRAPHS, library, path=path, cwd=tmp_path).stdout == without
 
 
-@pytest.mark.parametrize("tests", ["test_schema.py", "test_inference_only.py", "test_opcheck.py"])
-def test_other_tests_with_the_library(library, tests):
+def test_other_tests_with_the_library(library):
     code = "import sys, torch, pytest; torch.ops.load_library(sys.argv[1]); "
     code += "sys.exit(pytest.main(sys.argv[2:]))"
-    options = ("-q", "-n0", "-p", "no:cacheprovider", "-k", "not import_is_cheap")
-    python("-c", code, library, *options, TEST / tests, path=[ROOT], cwd=ROOT)
+    options = ["-q", "-n0", "-p", "no:cacheprovider"]
+    # Of opcheck, the combinations with everything optional given.
+    options += ["-k", "not import_is_cheap and not stream0 and not float32 and not None"]
+    files = [TEST / f"test_{name}.py" for name in ("schema", "inference_only", "opcheck")]
+    python("-c", code, library, *options, *files, path=[ROOT], cwd=ROOT)
 
 
 # A program without Python

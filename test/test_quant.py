@@ -183,7 +183,7 @@ def call(given):
 
 BAD = {
     "H": (lambda: make_inputs(3, 80), "H must be a multiple of 32, got H = 80"),
-    "no norm": (lambda: make_inputs(3, H, norm_dtype=None), "norm_weight is missing; a quantised"),
+    "no norm": (lambda: make_inputs(3, H, norm_dtype=None), "norm_weight is missing"),
 }
 
 
