@@ -158,7 +158,9 @@ def captured(step, x):
     step(static)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # cuBLAS keeps a workspace per stream, and a recording by inductor frees all of them: only one
+    # that was made in this capture, on a stream of its own, lives as long as the graph does.
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
         hidden = step(static)
 
     def replay(x):

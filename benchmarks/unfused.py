@@ -266,10 +266,11 @@ def projection(chain, vendor, given, made, weight, partials):
         "STAGES": gemm.stages,
         "ROW_BLOCK": 1024,
     }
+    row = (None, None, streams, None, None, None)
     return launch.Launch(
         seam_kernel,
         (programs + rows,),
-        (*inputs, None, None, streams, None, None, None, weight, partials, tokens, programs, 0.0),
+        (*inputs, *row, None, weight, partials, tokens, programs, 0.0),
         constants,
         {"num_warps": gemm.warps, "num_stages": gemm.stages},
     )
