@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 
 from mhc_ops import launch, ops
-from mhc_ops.kernels.gates import column, make_gates, make_pre, total
+from mhc_ops.kernels.gates import column, load_gate, make_gates, make_logits, make_pre, total
+from mhc_ops.kernels.gemm import gemm_kernel
 from mhc_ops.kernels.pack import pack_kernel
-from mhc_ops.kernels.project import fma4, rounded
+from mhc_ops.kernels.post import fma4, rounded
 from mhc_ops.kernels.seam import seam_kernel
 
 
@@ -177,25 +178,23 @@ def pre_big_fuse_kernel(
     SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    VENDOR: tl.constexpr,
 ):
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     sums = total(partials, t, T, SPLITS, SPLIT_BLOCK)
+    scale, base = load_gate(hc_scale, hc_base)
     make_gates(
-        sums,
-        column(sums, 24),
+        make_logits(sums, column(sums, 24), scale, base, rms_eps, K),
         t,
         t < T,
-        hc_scale,
-        hc_base,
         post_mix,
         comb_mix,
         None,
-        rms_eps,
         0.0,
         hc_sinkhorn_eps,
         hc_post_mult_value,
         sinkhorn_repeat,
-        K,
+        VENDOR,
     )
 
 
@@ -212,12 +211,13 @@ def pre_mix_kernel(
     SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    VENDOR: tl.constexpr,
 ):
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     sums = total(partials, t, T, SPLITS, SPLIT_BLOCK)
-    # r = rsqrt( sum(R'^2) / K + rms_eps )
-    r = tl.rsqrt(column(sums, 24) / K + rms_eps)
-    make_pre(sums, r, t.to(tl.int64), t < T, hc_scale, hc_base, next_pre_mix, hc_pre_eps)
+    scale, base = load_gate(hc_scale, hc_base)
+    logits = make_logits(sums, column(sums, 24), scale, base, rms_eps, K)
+    make_pre(logits, t.to(tl.int64), t < T, next_pre_mix, hc_pre_eps, VENDOR)
 
 
 def tiled(kernel, tile, args, tokens, hidden, vendor):
@@ -231,29 +231,40 @@ def tiled(kernel, tile, args, tokens, hidden, vendor):
     return launch.Launch(kernel, grid, args, constants, {"num_warps": tile.warps})
 
 
-def summed(kernel, tile, args, tokens, k, splits):
+def summed(kernel, tile, args, tokens, k, splits, vendor):
     constants = {
         "K": k,
         "SPLITS": splits,
         "SPLIT_BLOCK": tile.split_block,
         "BLOCK_T": tile.block_t,
+        "VENDOR": vendor,
     }
     grid = (triton.cdiv(tokens, tile.block_t),)
     return launch.Launch(kernel, grid, args, constants, {"num_warps": tile.warps})
 
 
 def projection(chain, vendor, given, made, weight, partials):
-    """seam_kernel without collapse: with post, or on the streams that `post` made."""
+    """gemm_kernel on the streams that `post` made, or seam_kernel with post, without collapse."""
     gemm = chain.pre_gemm_sqrsum
     tokens, _, hidden = given.residual.shape
     splits = partials.shape[0]
     programs = triton.cdiv(tokens, gemm.block_t) * splits
-    if chain.post is None:
-        inputs = given.residual, given.sublayer_out, given.post_layer_mix, given.comb_res_mix
-        streams, rows = made.residual_out, tokens
-    else:
-        inputs = made.residual_out, None, None, None
-        streams, rows = None, 0
+    options = {"num_warps": gemm.warps, "num_stages": gemm.stages}
+    if chain.post is not None:
+        constants = {
+            "K": 4 * hidden,
+            "SPLITS": splits,
+            "COLS": 4 * (gemm.cols or hidden),
+            "BLOCK_T": gemm.block_t,
+            "BLOCK_K": gemm.block_h,
+            "VENDOR": vendor,
+            "SQUARES": True,
+            "STAGES": gemm.stages,
+            "PDL": False,
+        }
+        args = (made.residual_out, weight, partials, tokens)
+        return launch.Launch(gemm_kernel, (programs,), args, constants, options)
+    inputs = given.residual, given.sublayer_out, given.post_layer_mix, given.comb_res_mix
     constants = {
         "H": hidden,
         "K": 4 * hidden,
@@ -265,15 +276,11 @@ def projection(chain, vendor, given, made, weight, partials):
         "FENCE": True,
         "STAGES": gemm.stages,
         "ROW_BLOCK": 1024,
+        "PDL": False,
     }
-    row = (None, None, streams, None, None, None)
-    return launch.Launch(
-        seam_kernel,
-        (programs + rows,),
-        (*inputs, *row, None, weight, partials, tokens, programs, 0.0),
-        constants,
-        {"num_warps": gemm.warps, "num_stages": gemm.stages},
-    )
+    row = (None, None, made.residual_out, None, None, None)
+    args = (*inputs, *row, None, weight, partials, tokens, programs, 0.0)
+    return launch.Launch(seam_kernel, (programs + tokens,), args, constants, options)
 
 
 def plan(chain, vendor, given, made):
@@ -289,7 +296,7 @@ def plan(chain, vendor, given, made):
     weight, k = given.fn, 4 * hidden
     if gemm.pack:
         weight = given.residual.new_empty((72, k))
-        constants = {"K": k, "BLOCK_K": math.gcd(k, 512)}
+        constants = {"K": k, "BLOCK_K": math.gcd(k, 512), "VENDOR": vendor, "PDL": False}
         grid = (24, k // constants["BLOCK_K"])
         args = (given.fn, weight)
         yield "pack", launch.Launch(pack_kernel, grid, args, constants, {"num_warps": 4})
@@ -301,9 +308,10 @@ def plan(chain, vendor, given, made):
     sums = (partials, given.hc_scale, given.hc_base)
     sinkhorn = (given.hc_sinkhorn_eps, given.hc_post_mult_value, given.sinkhorn_repeat)
     args = (*sums, made.post_mix, made.comb_mix, tokens, given.rms_eps, *sinkhorn)
-    yield "pre_big_fuse", summed(pre_big_fuse_kernel, chain.pre_big_fuse, args, tokens, k, splits)
+    sizes = (tokens, k, splits, vendor)
+    yield "pre_big_fuse", summed(pre_big_fuse_kernel, chain.pre_big_fuse, args, *sizes)
     args = (*sums, made.next_pre_mix, tokens, given.rms_eps, given.hc_pre_eps)
-    yield "pre_mix", summed(pre_mix_kernel, chain.pre_mix, args, tokens, k, splits)
+    yield "pre_mix", summed(pre_mix_kernel, chain.pre_mix, args, *sizes)
 
     collapsed = given.residual.new_empty((tokens, hidden))
     args = (made.residual_out, given.pre_mix, collapsed, tokens)

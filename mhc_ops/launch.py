@@ -9,6 +9,7 @@ import triton
 
 from . import configs
 from .kernels.gates import gates_kernel
+from .kernels.gemm import gemm_kernel
 from .kernels.pack import pack_kernel
 from .kernels.seam import seam_kernel
 
@@ -69,7 +70,9 @@ def plan(config, vendor, given, made):
         "FENCE": config.fence,
         "STAGES": config.stages,
         "ROW_BLOCK": config.row_block,
+        "PDL": config.pdl and vendor == "nvidia",
     }
+    pdl = {"launch_pdl": True} if constants["PDL"] else {}
 
     # Rows that run first also make sum R'^2: without it the projection is tl.dot and nothing else
     # (T = 4096: 178 us, was 198). Side by side that is slower (T = 64: 17.4 us, was 12.7).
@@ -87,7 +90,7 @@ def plan(config, vendor, given, made):
             (*streams, *post, *row, squares, None, None, tokens, 0, given.norm_eps),
             constants,
             # Fused or not, one number: sum(u^2) must add up in one order.
-            {"num_warps": config.warps if config.fused else config.row_warps},
+            {"num_warps": config.warps if config.fused else config.row_warps, **pdl},
         )
     if not gates:
         return
@@ -100,22 +103,41 @@ def plan(config, vendor, given, made):
             pack_kernel,
             (24, k // block_k),
             (given.fn, weight),
-            {"K": k, "BLOCK_K": block_k},
-            {"num_warps": 4},
+            {"K": k, "BLOCK_K": block_k, "VENDOR": vendor, "PDL": constants["PDL"]},
+            {"num_warps": 4, **pdl},
         )
-    if not fused:  # from the streams as they are by now, and nothing but the projection
-        if given.residual is not None and given.sublayer_out is not None:
-            streams = (made.residual_out, None)
-        post, row = (None,) * 2, (None,) * 6
+    if given.residual is not None and given.sublayer_out is not None and not fused:
+        streams, post = (made.residual_out, None), (None, None)  # as they are by now
+    if not fused:
+        row = (None,) * 6
     partials = source.new_empty((splits, tokens, PARTIALS), dtype=torch.float32)
     programs = triton.cdiv(tokens, config.block_t) * splits
-    yield Launch(
-        seam_kernel,
-        (programs + (tokens if fused else 0),),
-        (*streams, *post, *row, squares, weight, partials, tokens, programs, given.norm_eps),
-        constants,
-        {"num_warps": config.warps, "num_stages": config.stages},
-    )
+    if config.fused:
+        yield Launch(
+            seam_kernel,
+            (programs + (tokens if fused else 0),),
+            (*streams, *post, *row, squares, weight, partials, tokens, programs, given.norm_eps),
+            constants,
+            {"num_warps": config.warps, "num_stages": config.stages, **pdl},
+        )
+    else:
+        yield Launch(
+            gemm_kernel,
+            (programs,),
+            (streams[0] if streams[0] is not None else streams[1], weight, partials, tokens),
+            {
+                "K": k,
+                "SPLITS": splits,
+                "COLS": cols * (k // hidden),
+                "BLOCK_T": config.block_t,
+                "BLOCK_K": config.block_h,
+                "VENDOR": vendor,
+                "SQUARES": squares is None,
+                "STAGES": config.stages,
+                "PDL": constants["PDL"],
+            },
+            {"num_warps": config.warps, "num_stages": config.stages, **pdl},
+        )
     yield Launch(
         gates_kernel,
         (triton.cdiv(tokens, config.gate_t),),
@@ -139,8 +161,10 @@ def plan(config, vendor, given, made):
             "SPLITS": splits,
             "SPLIT_BLOCK": config.split_block,
             "GATE_T": config.gate_t,
+            "VENDOR": vendor,
+            "PDL": constants["PDL"],
         },
-        {"num_warps": config.gate_warps},
+        {"num_warps": config.gate_warps, **pdl},
     )
 
 

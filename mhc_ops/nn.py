@@ -25,10 +25,6 @@ from torch.utils import _pytree as pytree
 from . import functional, scales
 from .checks import GATES, HC_MULT
 
-# Seams of at most this many tokens run overlapped on a GPU when nobody says. Nobody has measured
-# where that is faster than the fused operator, hence never.
-OVERLAP_TOKENS = 0
-
 
 class SeamState(NamedTuple):
     """What one seam leaves for the next. An overlapped one must be `joined` before other code
@@ -69,9 +65,10 @@ class DelayedSeam(nn.Module):
         hidden_size: H.
         names: one for each sublayer.
         overlap: True: `post_collapse` on the caller's stream and `gates` on a side stream, which
-            the next seam (or `leave`) waits for. False: the fused operator. None: overlapped up
-            to OVERLAP_TOKENS tokens. Compiled and exported code always uses the fused operator,
-            a CPU runs the two in order. The results differ in the gates, by at most 1e-6.
+            the next seam (or `leave`) waits for. False: the fused operator. None: what was
+            measured to be faster for this chip and number of tokens (`overlap` in configs/).
+            Compiled and exported code always uses the fused operator, a CPU runs the two in
+            order. The results may differ in the gates, by at most 1e-6.
         scale_dtype: torch.float8_e8m0fnu or torch.float32: `seam` returns its layer_input as
             (layer_input_q, layer_input_scale) with scales of this type, for an FP8 GEMM. None:
             bf16. The seam between two sublayers is then `post_pre_delayed_quant`, with the same
@@ -213,7 +210,11 @@ class DelayedSeam(nn.Module):
         if self.overlap is False or torch.compiler.is_compiling():
             return False
         if self.overlap is None:
-            return residual.device.type == "cuda" and residual.shape[0] <= OVERLAP_TOKENS
+            return (
+                residual.device.type == "cuda"
+                and residual.shape[0] > 0
+                and _config(residual).overlap
+            )
         return True
 
     def _weights(self, name):
@@ -255,6 +256,13 @@ def leave(
         state.residual, x, state.post_mix, state.comb_mix, state.pre_mix, norm_weight, norm_eps
     )
     return hidden
+
+
+def _config(residual):
+    from . import configs, launch
+
+    tokens, _, hidden = residual.shape
+    return configs.lookup(launch.architecture(residual.device.index), hidden, tokens)
 
 
 @functools.cache

@@ -86,8 +86,12 @@ def test_shipped_configuration(compiled, job):
             f"{name} spills {kernel.spills} (of {kernel.registers} registers)"
         )
         assert kernel.shared <= limit, f"{name} takes {kernel.shared} bytes of shared memory"
-    (project,) = (k for name, k in kernels[-2:] if name == "seam_kernel")  # before the gates
-    assert aot.MATRIX_INSTRUCTION.search(project.assembly)
+    config = configs.rows(*job[:2])[job[2]]
+    assert [name for name, _ in kernels[-2:]] == [
+        "seam_kernel" if config.fused else "gemm_kernel", "gates_kernel",
+    ]  # fmt: skip
+    projection = kernels[-2][1].assembly
+    assert bool(aot.MATRIX_INSTRUCTION.search(projection)) == (config.block_t >= 16)
 
 
 @pytest.mark.parametrize("job", JOBS_OPTIONAL, ids=label)

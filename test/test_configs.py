@@ -118,7 +118,9 @@ def test_good_data(folder):
     ("rows", "message"),
     [
         ([row(block_t=24)], "block_t must be a power of two, got 24"),
-        ([row(block_t=8)], "block_t must be at least 16, got 8"),
+        ([row(block_t=8, pack=True)], "block_t 8 is below 16: needs fused, no pack"),
+        ([row(block_t=1, fused=False)], "block_t 1 is below 16: needs fused, no pack"),
+        ([row(block_t=1, cols=256)], "block_t 1 is below 16: .* cols 32, 64 or 128"),
         ([row(gate_t=0)], "gate_t must be a power of two, got 0"),
         ([row(split_block=3)], "split_block must be a power of two, got 3"),
         ([row(cols=96)], "cols 96 must be a multiple of block_h 64"),

@@ -35,9 +35,9 @@ def warm():
 
 def kernels_compiled():
     """How many variants of the kernels this process holds."""
-    from mhc_ops.kernels import gates, pack, seam
+    from mhc_ops.kernels import gates, gemm, pack, seam
 
-    kernels = (gates.gates_kernel, pack.pack_kernel, seam.seam_kernel)
+    kernels = (gates.gates_kernel, gemm.gemm_kernel, pack.pack_kernel, seam.seam_kernel)
     caches = [cache for kernel in kernels for cache in kernel.device_caches.values()]
     return sum(len(cache[0]) for cache in caches)
 

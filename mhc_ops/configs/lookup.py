@@ -18,11 +18,12 @@ class Config:
     """One row. See kernels/ for what the numbers steer."""
 
     max_tokens: int | None
-    fused: bool  # row and projection programs in one launch; these then make R' themselves
+    fused: bool  # row and projection programs in one launch; these then make R' themselves.
+    # Otherwise row programs first, then the projection as a matrix product, kernels/gemm.py
     row_block: int  # row: columns at a time
     row_warps: int  # row programs launched alone; fused ones have `warps`
-    block_t: int  # projection: tokens a program
-    block_h: int  # projection: columns a step, divides H
+    block_t: int  # projection: tokens a program; below 16 without tl.dot
+    block_h: int  # projection: columns a step, divides H; in gemm.py of the K
     cols: int | None  # projection: columns a program, a multiple of block_h; null: all
     warps: int
     stages: int
@@ -31,6 +32,8 @@ class Config:
     gate_t: int  # gates: tokens a program
     split_block: int  # gates: splits added a step
     gate_warps: int
+    pdl: bool = False  # dependent launches, kernels/pdl.py: sm_90 and newer only
+    overlap: bool = False  # nn: post_collapse beside gates is faster than all in one operator
     why: str = ""
 
     def __post_init__(self):
@@ -40,8 +43,10 @@ class Config:
                 raise ValueError(f"{name} must be a power of two, got {value}")
         if self.cols is not None and self.cols % self.block_h:
             raise ValueError(f"cols {self.cols} must be a multiple of block_h {self.block_h}")
-        if self.block_t < 16:
-            raise ValueError(f"block_t must be at least 16, got {self.block_t}")
+        if self.block_t < 16 and (not self.fused or self.pack or self.cols not in (32, 64, 128)):
+            raise ValueError(
+                f"block_t {self.block_t} is below 16: needs fused, no pack, cols 32, 64 or 128"
+            )
 
 
 def architectures():

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .pdl import after_previous, prefetch
+
 
 @triton.jit
 def total(partials, t, T, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr):
@@ -24,104 +26,165 @@ def column(sums, k: tl.constexpr):
 
 
 @triton.jit
-def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+def reciprocal(x, VENDOR: tl.constexpr):
+    """1 / x within an ulp. Triton's own division checks for ranges that do not occur here."""
+    if VENDOR == "nvidia":
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x
 
 
 @triton.jit
-def softmax4(a, b, c, d):
+def sigmoid(x, VENDOR: tl.constexpr):
+    return reciprocal(1.0 + tl.exp(-x), VENDOR)
+
+
+@triton.jit
+def softmax4(a, b, c, d, eps, VENDOR: tl.constexpr):
     top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
     a = tl.exp(a - top)
     b = tl.exp(b - top)
     c = tl.exp(c - top)
     d = tl.exp(d - top)
-    inv = 1.0 / (a + b + c + d)
-    return a * inv, b * inv, c * inv, d * inv
+    inv = reciprocal((a + b) + (c + d), VENDOR)
+    return a * inv + eps, b * inv + eps, c * inv + eps, d * inv + eps
 
 
 @triton.jit
-def scale4(a, b, c, d, eps):
-    """(a, b, c, d) / (a + b + c + d + eps)"""
-    inv = 1.0 / (a + b + c + d + eps)
-    return a * inv, b * inv, c * inv, d * inv
+def dot4(a0, a1, a2, a3, b0, b1, b2, b3, start):
+    """start + a . b, in two chains that run side by side"""
+    return tl.fma(a1, b1, tl.fma(a0, b0, start)) + tl.fma(a3, b3, a2 * b2)
 
 
 @triton.jit
-def make_pre(sums, r, row, live, hc_scale, hc_base, next_pre_mix, hc_pre_eps):
+def sinkhorn(
+    p00, p01, p02, p03, p10, p11, p12, p13, p20, p21, p22, p23, p30, p31, p32, p33,
+    eps,
+    repeat,
+    VENDOR: tl.constexpr,
+):  # fmt: skip
+    """P /= sum_i P + eps;  repeat - 1 times: P /= sum_j P + eps, P /= sum_i P + eps.
+
+    All of it scales rows and columns: P = r_i * A_ij * c_j for the A that comes in, and a step over
+    columns makes c_j / (c_j * sum_i r_i A_ij + eps) of c_j. With d_j = 1 / c_j that is
+    d_j = sum_i r_i A_ij + eps * d_j: four fma and a reciprocal, and P is never written out.
+    """
+    d0 = p00 + p10 + p20 + p30 + eps
+    d1 = p01 + p11 + p21 + p31 + eps
+    d2 = p02 + p12 + p22 + p32 + eps
+    d3 = p03 + p13 + p23 + p33 + eps
+    c0 = reciprocal(d0, VENDOR)
+    c1 = reciprocal(d1, VENDOR)
+    c2 = reciprocal(d2, VENDOR)
+    c3 = reciprocal(d3, VENDOR)
+    e0 = tl.full(p00.shape, 1.0, tl.float32)  # 1 / r_i
+    e1 = e0
+    e2 = e0
+    e3 = e0
+    r0 = e0
+    r1 = e0
+    r2 = e0
+    r3 = e0
+    for _ in range(repeat - 1):
+        e0 = dot4(p00, p01, p02, p03, c0, c1, c2, c3, eps * e0)
+        e1 = dot4(p10, p11, p12, p13, c0, c1, c2, c3, eps * e1)
+        e2 = dot4(p20, p21, p22, p23, c0, c1, c2, c3, eps * e2)
+        e3 = dot4(p30, p31, p32, p33, c0, c1, c2, c3, eps * e3)
+        r0 = reciprocal(e0, VENDOR)
+        r1 = reciprocal(e1, VENDOR)
+        r2 = reciprocal(e2, VENDOR)
+        r3 = reciprocal(e3, VENDOR)
+        d0 = dot4(p00, p10, p20, p30, r0, r1, r2, r3, eps * d0)
+        d1 = dot4(p01, p11, p21, p31, r0, r1, r2, r3, eps * d1)
+        d2 = dot4(p02, p12, p22, p32, r0, r1, r2, r3, eps * d2)
+        d3 = dot4(p03, p13, p23, p33, r0, r1, r2, r3, eps * d3)
+        c0 = reciprocal(d0, VENDOR)
+        c1 = reciprocal(d1, VENDOR)
+        c2 = reciprocal(d2, VENDOR)
+        c3 = reciprocal(d3, VENDOR)
+    return (
+        r0 * p00 * c0, r0 * p01 * c1, r0 * p02 * c2, r0 * p03 * c3,
+        r1 * p10 * c0, r1 * p11 * c1, r1 * p12 * c2, r1 * p13 * c3,
+        r2 * p20 * c0, r2 * p21 * c1, r2 * p22 * c2, r2 * p23 * c3,
+        r3 * p30 * c0, r3 * p31 * c1, r3 * p32 * c2, r3 * p33 * c3,
+    )  # fmt: skip
+
+
+@triton.jit
+def load_gate(hc_scale, hc_base):
+    """[32] each: the scale and the bias of the 24 gates."""
+    k = tl.arange(0, 32)
+    part = tl.where(k < 4, 0, tl.where(k < 8, 1, 2))
+    return tl.load(hc_scale + part), tl.load(hc_base + k, mask=k < 24, other=0.0)
+
+
+@triton.jit
+def make_logits(sums, square, scale, base, rms_eps, K: tl.constexpr):
+    """[tokens, 32]: m * r * s + b with r = rsqrt( sum(R'^2) / K + rms_eps )"""
+    r = tl.rsqrt(square / K + rms_eps)
+    return tl.fma(sums, r[:, None] * scale[None, :], tl.broadcast_to(base[None, :], sums.shape))
+
+
+@triton.jit
+def make_pre(logits, row, live, next_pre_mix, hc_pre_eps, VENDOR: tl.constexpr):
     # pre' = sigmoid( m * r * s0 + b ) + eps
-    s0 = tl.load(hc_scale)
     for j in tl.static_range(4):
-        pre = sigmoid(column(sums, j) * r * s0 + tl.load(hc_base + j)) + hc_pre_eps
+        pre = sigmoid(column(logits, j), VENDOR) + hc_pre_eps
         tl.store(next_pre_mix + row * 4 + j, pre, mask=live)
 
 
 @triton.jit
 def make_gates(
-    sums,  # [tokens, 32]: m, ...
-    square,  # [tokens]: sum R'^2
+    logits,  # [tokens, 32]: m * r * s + b
     t,
     live,
-    hc_scale,
-    hc_base,
     post_mix,
     comb_mix,
     next_pre_mix,  # or None: made elsewhere
-    rms_eps,
     hc_pre_eps,
     hc_sinkhorn_eps,
     hc_post_mult_value,
     sinkhorn_repeat,
-    K: tl.constexpr,
+    VENDOR: tl.constexpr,
 ):
     row = t.to(tl.int64)
-    # r = rsqrt( sum(R'^2) / K + rms_eps )
-    r = tl.rsqrt(square / K + rms_eps)
-    s1 = tl.load(hc_scale + 1)
-    s2 = tl.load(hc_scale + 2)
     if next_pre_mix is not None:
-        make_pre(sums, r, row, live, hc_scale, hc_base, next_pre_mix, hc_pre_eps)
+        make_pre(logits, row, live, next_pre_mix, hc_pre_eps, VENDOR)
     for j in tl.static_range(4):
         # post' = sigmoid( m * r * s1 + b ) * mult
-        post = sigmoid(column(sums, 4 + j) * r * s1 + tl.load(hc_base + 4 + j))
+        post = sigmoid(column(logits, 4 + j), VENDOR)
         tl.store(post_mix + row * 4 + j, post * hc_post_mult_value, mask=live)
     # A[i, j] = m[8 + 4i + j] * r * s2 + b
-    r = r * s2
-    p00 = column(sums, 8) * r + tl.load(hc_base + 8)
-    p01 = column(sums, 9) * r + tl.load(hc_base + 9)
-    p02 = column(sums, 10) * r + tl.load(hc_base + 10)
-    p03 = column(sums, 11) * r + tl.load(hc_base + 11)
-    p10 = column(sums, 12) * r + tl.load(hc_base + 12)
-    p11 = column(sums, 13) * r + tl.load(hc_base + 13)
-    p12 = column(sums, 14) * r + tl.load(hc_base + 14)
-    p13 = column(sums, 15) * r + tl.load(hc_base + 15)
-    p20 = column(sums, 16) * r + tl.load(hc_base + 16)
-    p21 = column(sums, 17) * r + tl.load(hc_base + 17)
-    p22 = column(sums, 18) * r + tl.load(hc_base + 18)
-    p23 = column(sums, 19) * r + tl.load(hc_base + 19)
-    p30 = column(sums, 20) * r + tl.load(hc_base + 20)
-    p31 = column(sums, 21) * r + tl.load(hc_base + 21)
-    p32 = column(sums, 22) * r + tl.load(hc_base + 22)
-    p33 = column(sums, 23) * r + tl.load(hc_base + 23)
-    # P = softmax_j(A) + eps;  P /= sum_i P + eps
-    p00, p01, p02, p03 = softmax4(p00, p01, p02, p03)
-    p10, p11, p12, p13 = softmax4(p10, p11, p12, p13)
-    p20, p21, p22, p23 = softmax4(p20, p21, p22, p23)
-    p30, p31, p32, p33 = softmax4(p30, p31, p32, p33)
+    p00 = column(logits, 8)
+    p01 = column(logits, 9)
+    p02 = column(logits, 10)
+    p03 = column(logits, 11)
+    p10 = column(logits, 12)
+    p11 = column(logits, 13)
+    p12 = column(logits, 14)
+    p13 = column(logits, 15)
+    p20 = column(logits, 16)
+    p21 = column(logits, 17)
+    p22 = column(logits, 18)
+    p23 = column(logits, 19)
+    p30 = column(logits, 20)
+    p31 = column(logits, 21)
+    p32 = column(logits, 22)
+    p33 = column(logits, 23)
+    # P = softmax_j(A) + eps, then Sinkhorn
     eps = hc_sinkhorn_eps
-    p00, p10, p20, p30 = scale4(p00 + eps, p10 + eps, p20 + eps, p30 + eps, eps)
-    p01, p11, p21, p31 = scale4(p01 + eps, p11 + eps, p21 + eps, p31 + eps, eps)
-    p02, p12, p22, p32 = scale4(p02 + eps, p12 + eps, p22 + eps, p32 + eps, eps)
-    p03, p13, p23, p33 = scale4(p03 + eps, p13 + eps, p23 + eps, p33 + eps, eps)
-    # P /= sum_j P + eps;  P /= sum_i P + eps
-    for _ in range(sinkhorn_repeat - 1):
-        p00, p01, p02, p03 = scale4(p00, p01, p02, p03, eps)
-        p10, p11, p12, p13 = scale4(p10, p11, p12, p13, eps)
-        p20, p21, p22, p23 = scale4(p20, p21, p22, p23, eps)
-        p30, p31, p32, p33 = scale4(p30, p31, p32, p33, eps)
-        p00, p10, p20, p30 = scale4(p00, p10, p20, p30, eps)
-        p01, p11, p21, p31 = scale4(p01, p11, p21, p31, eps)
-        p02, p12, p22, p32 = scale4(p02, p12, p22, p32, eps)
-        p03, p13, p23, p33 = scale4(p03, p13, p23, p33, eps)
+    p00, p01, p02, p03 = softmax4(p00, p01, p02, p03, eps, VENDOR)
+    p10, p11, p12, p13 = softmax4(p10, p11, p12, p13, eps, VENDOR)
+    p20, p21, p22, p23 = softmax4(p20, p21, p22, p23, eps, VENDOR)
+    p30, p31, p32, p33 = softmax4(p30, p31, p32, p33, eps, VENDOR)
+    (
+        p00, p01, p02, p03, p10, p11, p12, p13, p20, p21, p22, p23, p30, p31, p32, p33,
+    ) = sinkhorn(
+        p00, p01, p02, p03, p10, p11, p12, p13, p20, p21, p22, p23, p30, p31, p32, p33,
+        eps, sinkhorn_repeat, VENDOR,
+    )  # fmt: skip
     comb = comb_mix + row * 16
     tl.store(comb + 0, p00, mask=live)
     tl.store(comb + 1, p01, mask=live)
@@ -163,7 +226,14 @@ def gates_kernel(
     SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,  # splits added a step
     GATE_T: tl.constexpr,  # tokens a program
+    VENDOR: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        prefetch(hc_scale + tl.zeros([1], tl.int32))
+        prefetch(hc_base + tl.zeros([1], tl.int32))
+    after_previous(PDL)
+    scale, base = load_gate(hc_scale, hc_base)
     t = tl.program_id(0) * GATE_T + tl.arange(0, GATE_T)
     sums = total(partials, t, T, SPLITS, SPLIT_BLOCK)
     if squares is None:
@@ -171,19 +241,15 @@ def gates_kernel(
     else:
         square = tl.load(squares + t, mask=t < T, other=0.0)
     make_gates(
-        sums,
-        square,
+        make_logits(sums, square, scale, base, rms_eps, K),
         t,
         t < T,
-        hc_scale,
-        hc_base,
         post_mix,
         comb_mix,
         next_pre_mix,
-        rms_eps,
         hc_pre_eps,
         hc_sinkhorn_eps,
         hc_post_mult_value,
         sinkhorn_repeat,
-        K,
+        VENDOR,
     )

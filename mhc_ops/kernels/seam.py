@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .project import project_program
+from .project import project_few_program, project_program
 from .row import row_program
 
 
@@ -32,37 +32,58 @@ def seam_kernel(
     K: tl.constexpr,  # 4 * H, or H without residual
     SPLITS: tl.constexpr,
     COLS: tl.constexpr,  # columns of a projection program: a multiple of BLOCK_H
-    BLOCK_T: tl.constexpr,  # its tokens
+    BLOCK_T: tl.constexpr,  # its tokens; fewer than 16: project_few_program
     BLOCK_H: tl.constexpr,  # its columns a step, divides H
     VENDOR: tl.constexpr,
     FENCE: tl.constexpr,
     STAGES: tl.constexpr,
     ROW_BLOCK: tl.constexpr,  # columns that a row program takes at a time
+    PDL: tl.constexpr,
 ):
     program = tl.program_id(0)
     ROWS: tl.constexpr = residual_out is not None or layer_input is not None or aux is not None
     # The first ones project: they have the longer way, and the gates' launch waits for them.
     if weight is not None and (not ROWS or program < project_programs):
-        project_program(
-            residual,
-            sublayer_out,
-            post_layer_mix,
-            comb_res_mix,
-            weight,
-            partials,
-            program // SPLITS,
-            program % SPLITS,
-            T,
-            H,
-            K,
-            COLS,
-            BLOCK_T,
-            BLOCK_H,
-            squares is None,
-            VENDOR,
-            FENCE,
-            STAGES,
-        )
+        if BLOCK_T < 16:
+            project_few_program(
+                residual,
+                sublayer_out,
+                post_layer_mix,
+                comb_res_mix,
+                weight,
+                partials,
+                program // SPLITS,
+                program % SPLITS,
+                T,
+                H,
+                K,
+                COLS,
+                BLOCK_T,
+                VENDOR,
+                PDL,
+            )
+        else:
+            project_program(
+                residual,
+                sublayer_out,
+                post_layer_mix,
+                comb_res_mix,
+                weight,
+                partials,
+                program // SPLITS,
+                program % SPLITS,
+                T,
+                H,
+                K,
+                COLS,
+                BLOCK_T,
+                BLOCK_H,
+                squares is None,
+                VENDOR,
+                FENCE,
+                STAGES,
+                PDL,
+            )
     elif ROWS:
         row_program(
             residual,
@@ -81,4 +102,5 @@ def seam_kernel(
             H,
             VENDOR,
             ROW_BLOCK,
+            PDL,
         )
