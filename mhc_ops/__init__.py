@@ -1,6 +1,7 @@
 """The fused mHC seam of DeepSeek-V4.1 as PyTorch operators: `torch.ops.mhc.*`, inference only."""
 
 from . import registration  # noqa: F401  registers the operators
+from .configs import set_batch_invariant
 from .functional import (
     expand_pre_delayed,
     fold_fn,
@@ -36,5 +37,6 @@ __all__ = [
     "post_pre_delayed_quant",
     "pre_delayed",
     "quantise",
+    "set_batch_invariant",
     "warmup",
 ]

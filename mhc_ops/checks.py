@@ -1,5 +1,6 @@
 """The input contract, once: fake kernels, CPU and GPU backend all call `check`."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -104,6 +105,47 @@ def check(op, tensors, epsilons, sinkhorn_repeat, *, addresses=True):
 
     if addresses and tensors.get("residual_out") is not None:
         _check_overlap(op, tensors)
+
+
+@functools.lru_cache(maxsize=4096)
+def rules(names, tokens, hidden):
+    """[(dtypes, shapes, dense)] of the tensors `names`, for `fine`."""
+    sizes = {"T": tokens, "H": hidden, "K": HC_MULT * hidden}
+    wanted = [argument(name, names[0]) for name in names]
+    return [
+        (w.dtypes, [tuple(sizes.get(d, d) for d in shape) for shape in w.shapes], w.dense)
+        for w in wanted
+    ]
+
+
+def fine(names, tensors, epsilons, sinkhorn_repeat):
+    """Whether `check` would surely say nothing: 4 us in place of its 15, at every call.
+
+    names, tensors: as the keys and values of what `check` takes, without residual_out.
+    """
+    source = tensors[0]
+    shape, device = source.shape, source.device
+    on_gpu = device.type == "cuda"
+    if len(shape) < 2 or type(shape[0]) is not int or (on_gpu and shape[-1] % 128) or not shape[-1]:
+        return False
+    for tensor, (dtypes, shapes, dense) in zip(
+        tensors, rules(names, shape[0], shape[-1]), strict=True
+    ):
+        if tensor is not None and (
+            tensor.dtype not in dtypes
+            or tensor.shape not in shapes
+            or tensor.device != device
+            or (
+                dense
+                and not (
+                    tensor.is_contiguous() and (not on_gpu or tensor.data_ptr() % ALIGNMENT == 0)
+                )
+            )
+        ):
+            return False
+    return (sinkhorn_repeat is None or sinkhorn_repeat >= 1) and all(
+        value is None or 0 <= value < math.inf for value in epsilons
+    )
 
 
 def require_groups(op, hidden_size):

@@ -33,9 +33,13 @@ def run(given, made):
         require_e4m3(architecture(source.device.index))
     if tokens == 0:
         return
-    with torch.cuda.device(source.device):
-        config = configs.lookup(architecture(source.device.index), hidden, tokens)
+    device = source.device.index
+    config = configs.lookup(architecture(device), hidden, tokens)
+    if device == torch.cuda.current_device():
         run_with(config, vendor(), given, made)
+    else:
+        with torch.cuda.device(device):
+            run_with(config, vendor(), given, made)
 
 
 def run_with(config, vendor, given, made):
@@ -58,7 +62,7 @@ def plan(config, vendor, given, made):
     # In place, the projection must not read streams that a row program may have replaced.
     fused = config.fused and rows and gates and not _same(made.residual_out, given.residual)
     cols = config.cols or hidden
-    splits = triton.cdiv(hidden, cols)
+    splits = _cdiv(hidden, cols)
     constants = {
         "H": hidden,
         "K": k,
@@ -111,7 +115,7 @@ def plan(config, vendor, given, made):
     if not fused:
         row = (None,) * 6
     partials = source.new_empty((splits, tokens, PARTIALS), dtype=torch.float32)
-    programs = triton.cdiv(tokens, config.block_t) * splits
+    programs = _cdiv(tokens, config.block_t) * splits
     if config.fused:
         yield Launch(
             seam_kernel,
@@ -140,7 +144,7 @@ def plan(config, vendor, given, made):
         )
     yield Launch(
         gates_kernel,
-        (triton.cdiv(tokens, config.gate_t),),
+        (_cdiv(tokens, config.gate_t),),
         (
             partials,
             squares,
@@ -166,6 +170,11 @@ def plan(config, vendor, given, made):
         },
         {"num_warps": config.gate_warps, **pdl},
     )
+
+
+def _cdiv(a, b):
+    """triton.cdiv, which a host pays 2 us for."""
+    return -(-a // b)
 
 
 def _same(a, b):

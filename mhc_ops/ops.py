@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from . import outputs
-from .checks import ARGUMENTS, check, require_groups
+from .checks import ARGUMENTS, check, fine, require_groups
 
 
 class Given(NamedTuple):
@@ -215,7 +215,23 @@ def quantise(run, x, ue8m0=True):
     return made.layer_input, made.layer_input_scale
 
 
+# The tensors of a Given, and the first of them where the model begins.
+_NAMES = tuple(name for name in Given._fields if name in ARGUMENTS)
+_ENTRY_NAMES = ("x", *(name for name in _NAMES if name not in ("residual", "sublayer_out")))
+
+
 def _check(op, run, given, residual_out=None):
+    if residual_out is None and run is not fake:
+        residual, fn, hc_scale, hc_base, *rest, norm_weight, norm_eps = given
+        rms_eps, hc_pre_eps, hc_sinkhorn_eps, _, repeat, pre_mix, x, post, comb = rest
+        weights = (fn, hc_scale, hc_base, pre_mix)
+        epsilons = (rms_eps, hc_pre_eps, hc_sinkhorn_eps, norm_eps)
+        if residual is None:
+            names, tensors = _ENTRY_NAMES, (x, *weights, post, comb, norm_weight)
+        else:
+            names, tensors = _NAMES, (residual, *weights, x, post, comb, norm_weight)
+        if fine(names, tensors, epsilons, repeat):
+            return
     named = given._asdict()
     if given.residual is None:  # as the schema of the model's entry calls it
         named = {"x": named.pop("sublayer_out"), **named}

@@ -1,10 +1,13 @@
 """The GPU backend beyond what `device` tests show: every T, every configuration, huge T."""
 
+import dataclasses
+
 import canary
 import pytest
 import torch
 from cases import OPERATORS, POST_INPUTS, assert_same_bits, judged, seam, without_post
 
+import mhc_ops
 from mhc_ops import configs, launch, ops, outputs, reference
 from mhc_ops.testing import assert_accurate, make_inputs
 
@@ -149,6 +152,65 @@ def test_batch_invariance_within_a_configuration(seed):
         whole = forced(row, given)
         part = forced(row, rows_of(given, slice(37, 70)))
         assert_same_bits(part, [w[37:70] for w in whole])
+
+
+@pytest.fixture
+def batch_invariant():
+    mhc_ops.set_batch_invariant()
+    yield
+    mhc_ops.set_batch_invariant(False)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_batch_invariance(seed, batch_invariant, name):
+    """Switched on, among any T at most 2,048 a token has the bits that it has among 2,048."""
+    most = make_inputs(2048, H, seed=seed, device="cuda")
+    wanted = seam(name, judged(name, most))
+    for tokens in (*range(1, 34), 63, 64, 65, 127, 129, 192, 255, 384, 385, 513, 1000, 1025, 2047):
+        got = seam(name, judged(name, rows_of(most, slice(2048 - tokens, None))))
+        assert_same_bits(got, [w[-tokens:] for w in wanted])
+
+
+def test_batch_variance(seed):
+    """What the switch is for: without it the test above would fail."""
+    most = make_inputs(2048, H, seed=seed, device="cuda")
+    whole, part = (seam("post_pre_delayed", rows_of(most, slice(n))) for n in (2048, 16))
+    assert any(not torch.equal(w[:16], p) for w, p in zip(whole, part, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 16])
+def test_dependent_launches_wait(seed, tokens):
+    """Seams in a row, each from what the one before made, after a slow producer of everything."""
+    given = make_inputs(tokens, H, seed=seed, device="cuda")
+    config = configs.lookup(launch.architecture(0), H, tokens)
+
+    def chain(config, given):
+        made = []
+        for _ in range(4):
+            streams, post_mix, comb_mix, layer_input, pre_mix = forced(config, given)
+            made += [streams, post_mix, comb_mix, layer_input, pre_mix]
+            given = given._replace(
+                residual=streams, sublayer_out=layer_input, post_layer_mix=post_mix,
+                comb_res_mix=comb_mix, pre_mix=pre_mix,
+            )  # fmt: skip
+        return made
+
+    wanted = chain(dataclasses.replace(config, pdl=False), given)
+    inputs = given._replace(
+        **{k: v.clone() for k, v in given._asdict().items() if isinstance(v, torch.Tensor)}
+    )
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(200):
+        for into in inputs:
+            if isinstance(into, torch.Tensor):
+                into.fill_(torch.nan)
+        torch.cuda._sleep(20_000)
+        for into, value in zip(inputs, given, strict=True):
+            if isinstance(into, torch.Tensor):
+                into.copy_(value)
+        for a, b in zip(chain(config, inputs), wanted, strict=True):
+            wrong += (a.view(torch.uint8) != b.view(torch.uint8)).sum()
+    assert wrong == 0
 
 
 def test_pre_delayed_on_given_streams(seed):

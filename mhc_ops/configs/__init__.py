@@ -1,3 +1,3 @@
-from .lookup import Config, architectures, lookup, rows
+from .lookup import Config, architectures, lookup, rows, set_batch_invariant
 
-__all__ = ["Config", "architectures", "lookup", "rows"]
+__all__ = ["Config", "architectures", "lookup", "rows", "set_batch_invariant"]

@@ -72,8 +72,28 @@ def rows(architecture, hidden_size):
     return found
 
 
+# T whose row serves every T while batches must not matter: an unfused one, so that neither few nor
+# many tokens lose more than they must.
+BATCH_INVARIANT_TOKENS = 1024
+_batch_invariant = False
+
+
+def set_batch_invariant(on: bool = True) -> None:
+    """From now on in this process, give a token the same bits on a GPU whatever T it is among.
+
+    Otherwise T chooses tiles and splits, and sums add up in the order that these make: a gate may
+    differ by 1e-6, and a layer_input by one bf16 now and then. All T then use one configuration.
+    Captured graphs keep what they were captured with. On a CPU it changes nothing: there PyTorch's
+    matrix product decides.
+    """
+    global _batch_invariant
+    _batch_invariant = on
+
+
 def lookup(architecture, hidden_size, tokens):
     """The configuration of a call."""
+    if _batch_invariant:
+        tokens = BATCH_INVARIANT_TOKENS
     for row in rows(architecture, hidden_size):
         if row.max_tokens is None or tokens <= row.max_tokens:
             return row
