@@ -21,45 +21,58 @@ from mhc_ops.configs import Config
 
 def candidates(tokens, hidden):
     """Stages of the search, each a list of changes to the best so far."""
-    if tokens <= 384:
-        tiles, packs = ((16, 32), (16, 64), (16, 128), (32, 64)), (False,)
-        cols = (64, 128) if tokens <= 16 else (64, 128, 256) if tokens <= 96 else (128, 256, 640)
-        space = (tiles, cols, (4, 8, 16), (1, 3), (True,), packs)
-    elif tokens <= 2048:
-        tiles = ((32, 64), (64, 32), (64, 64))
-        space = (tiles, (320, 640, 1280), (4, 8), (2, 3), (True, False), (True,))
-    else:
-        tiles = ((64, 32), (64, 64), (64, 128), (128, 32), (128, 64))
-        space = (tiles, (640, 1280, 2560, None), (4, 8), (2, 3, 4), (False,), (True,))
-    yield [
-        dict(block_t=t, block_h=h, cols=cols, warps=warps, stages=stages, fused=fused, pack=pack)
-        for (t, h), cols, warps, stages, fused, pack in itertools.product(*space)
-        if not (t > 16 and tokens <= 16)
-        and (cols or hidden) % h == 0
-        and not ((cols or hidden) == h and stages > 1)
-        # Elements a thread, of each stream; bytes of streams and weights in flight.
-        and (2 if fused else 16) <= t * h // (32 * warps) <= 64
-        and (t * (10 if fused else 8) + 72 * 8) * h * stages <= 230_000
+    few = itertools.product((1, 2, 4), (64, 128), (4, 8)) if tokens <= 16 else ()
+    tiles = [
+        dict(block_t=t, block_h=32, cols=cols, warps=warps, stages=1, fence=False)
+        for t, cols, warps in few
+        if t <= tokens
     ]
+    if 8 <= tokens <= 512:
+        space = ((16, 32), (16, 64), (32, 32), (32, 64)), (64, 128, 256), (4, 8), (1, 2, 3)
+        tiles += [
+            dict(block_t=t, block_h=h, cols=cols, warps=warps, stages=stages, fence=True)
+            for (t, h), cols, warps, stages in itertools.product(*space)
+            if (stages == 1 or cols > h) and t * h >= 128 * warps
+        ]
+    for tile in tiles:
+        tile.update(fused=True, pack=False)
+    if tokens >= 192:
+        space = ((64, 64), (64, 128), (128, 64), (128, 128)), (320, 640, 1280, 2560, None), (4, 8)
+        tiles += [
+            dict(
+                block_t=t, block_h=h, cols=cols, warps=warps, stages=stages, fence=False,
+                fused=False, pack=True,
+            )
+            for (t, h), cols, warps, stages in itertools.product(*space, (3, 4))
+            if (cols or hidden) % h == 0
+            and (t + 80) * h * 2 * stages <= 230_000
+            and 8 <= tokens * hidden // (t * (cols or hidden)) <= 1024  # programs
+        ]  # fmt: skip
+    yield tiles
     yield [
         {"row_block": block, "row_warps": warps}
-        for block, warps in itertools.product((1024, 2048, 4096), (2, 4, 8, 16))
-        if (8 <= block // (32 * warps) <= 32) and not (tokens <= 384 and warps != 4)
+        for block, warps in itertools.product((1024, 2048, 4096, 8192), (2, 4, 8, 16))
+        if (4 <= block // (32 * warps) <= 64) and not (tokens <= 192 and warps != 4)
     ]
     yield [
-        dict(gate_t=t, split_block=block, gate_warps=warps)
-        for t, block, warps in itertools.product((1, 4, 16), (1, 8, 32, 128), (1, 4))
-        if t * block <= 128 and not (tokens <= 16 and t > 1) and not (tokens > 2048 and t == 1)
+        dict(gate_t=t, split_block=block, gate_warps=warps, pdl=pdl)
+        for t, block, warps, pdl in itertools.product(
+            (1, 4, 16), (1, 8, 32, 128), (1, 4), (False, True)
+        )
+        if t * block <= 128
+        and not (tokens <= 16 and t > 1)
+        and not (tokens > 2048 and t == 1)
+        and not (tokens > 384 and pdl)
     ]
 
 
 def beginning(tokens):
     """Where the search begins."""
-    small = tokens <= 384
+    small = tokens <= 192
     return dict(
-        fused=tokens <= 2048, row_block=2048, row_warps=4, block_t=16 if small else 64,
-        block_h=32, cols=64 if tokens <= 96 else 640, warps=4, stages=1 if tokens <= 96 else 3,
-        fence=True, pack=not small, gate_t=1 if small else 16, split_block=16, gate_warps=2,
+        fused=small, row_block=2048, row_warps=4, block_t=16 if small else 64, block_h=64,
+        cols=64 if small else 640, warps=4, stages=1 if small else 3, fence=small, pack=not small,
+        gate_t=1 if small else 4, split_block=8, gate_warps=1, pdl=tokens <= 32,
     )  # fmt: skip
 
 

@@ -36,10 +36,46 @@ def run(given, made):
     device = source.device.index
     config = configs.lookup(architecture(device), hidden, tokens)
     if device == torch.cuda.current_device():
-        run_with(config, vendor(), given, made)
+        _run_again(config, device, given, made)
     else:
         with torch.cuda.device(device):
-            run_with(config, vendor(), given, made)
+            _run_again(config, device, given, made)
+
+
+# {what chooses kernels in a plan: (its Config, [(compiled kernel, its constexprs)])}
+_compiled = {}
+
+
+def _run_again(config, device, given, made):
+    """`run_with`, but what Triton compiled for a call serves all that differ in T and addresses
+    only, which `check` made sure are aligned alike: to find a kernel by its arguments takes Triton
+    longer than to start it."""
+    key = (
+        id(config),  # of a row that lives as long as the entry
+        device,
+        made.residual_out is given.residual or _same(made.residual_out, given.residual),
+        given.residual is None,
+        given.pre_mix is None,
+        given.sublayer_out is None,
+        given.norm_weight is not None and given.norm_weight.dtype,
+        given.source.shape[-1],
+        made.residual_out is None,
+        made.post_mix is None,
+        made.layer_input is None,
+        made.layer_input_scale is not None and made.layer_input_scale.dtype,
+        made.aux is None,
+    )
+    steps = plan(config, vendor(), given, made)
+    if key in _compiled:
+        for step, (kernel, constants) in zip(steps, _compiled[key][1], strict=True):
+            kernel[(*step.grid, 1, 1)](*step.args, *constants)
+        return
+    kernels = []
+    for kernel, grid, args, constants, options in steps:
+        compiled = kernel[grid](*args, **constants, **options)
+        names = kernel.arg_names[len(args) :]
+        kernels.append((compiled, tuple(constants[name] for name in names)))
+    _compiled[key] = config, kernels
 
 
 def run_with(config, vendor, given, made):

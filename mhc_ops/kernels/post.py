@@ -77,13 +77,16 @@ def mix(p, c, x, b0, b1, b2, b3, VENDOR: tl.constexpr, FENCE: tl.constexpr):
 def load_streams(residual, sublayer_out, t, cols, mask, H: tl.constexpr):
     """The four streams [columns] of token t; sublayer_out four times without residual."""
     if residual is None:
-        b = tl.load(sublayer_out + t * H + cols, mask=mask, other=0.0)
-        return b, b, b, b
-    at = residual + t * (4 * H) + cols
-    b0 = tl.load(at, mask=mask, other=0.0)
-    b1 = tl.load(at + H, mask=mask, other=0.0)
-    b2 = tl.load(at + 2 * H, mask=mask, other=0.0)
-    b3 = tl.load(at + 3 * H, mask=mask, other=0.0)
+        b0 = tl.load(sublayer_out + t * H + cols, mask=mask, other=0.0)
+        b1 = b0
+        b2 = b0
+        b3 = b0
+    else:
+        at = residual + t * (4 * H) + cols
+        b0 = tl.load(at, mask=mask, other=0.0)
+        b1 = tl.load(at + H, mask=mask, other=0.0)
+        b2 = tl.load(at + 2 * H, mask=mask, other=0.0)
+        b3 = tl.load(at + 3 * H, mask=mask, other=0.0)
     return b0, b1, b2, b3
 
 
@@ -91,9 +94,10 @@ def load_streams(residual, sublayer_out, t, cols, mask, H: tl.constexpr):
 def square(b0, b1, b2, b3, EXPAND: tl.constexpr):
     """R'_0^2 + .. + R'_3^2, or of one stream if all are the same."""
     r0 = b0.to(tl.float32)
-    if EXPAND:
-        return r0 * r0
-    r1 = b1.to(tl.float32)
-    r2 = b2.to(tl.float32)
-    r3 = b3.to(tl.float32)
-    return tl.fma(r3, r3, tl.fma(r2, r2, tl.fma(r1, r1, r0 * r0)))
+    total = r0 * r0
+    if not EXPAND:
+        r1 = b1.to(tl.float32)
+        r2 = b2.to(tl.float32)
+        r3 = b3.to(tl.float32)
+        total = tl.fma(r3, r3, tl.fma(r2, r2, tl.fma(r1, r1, total)))
+    return total
