@@ -1,8 +1,9 @@
-"""Makes Triton's interpreter right for bf16 and e4m3. Import before running an interpreted kernel.
+"""Makes Triton's interpreter right for bf16, e4m3 and fma. Import before running a kernel in it.
 
 The interpreter keeps bf16 as uint16. Left alone it truncates fp32 to bf16, multiplies the raw
 bits in tl.dot, and adds them in arithmetic; all silently (triton 3.6.0 to 3.9.0). Of 511
-values from 2^-10 to 448 it rounds 74 to another e4m3 than the nearest, and NaN to 384.
+values from 2^-10 to 448 it rounds 74 to another e4m3 than the nearest, and NaN to 384. The fma of
+3.6.0 rounds the product.
 """
 
 import numpy as np
@@ -66,6 +67,14 @@ def _binary_op(self, lhs, rhs, op):
     return _binary(self, lhs, rhs, op)
 
 
+def _create_fma(self, x, y, z):
+    """With a product that is not rounded: that of two fp32 is exact in fp64."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = x.data.astype(np.float64) * y.data + z.data
+        return TensorHandle(total.astype(np.float32), z.dtype.scalar)
+
+
+InterpreterBuilder.create_fma = _create_fma
 InterpreterBuilder.cast_impl = _cast_impl
 InterpreterBuilder.create_dot = _create_dot
 InterpreterBuilder.binary_op = _binary_op

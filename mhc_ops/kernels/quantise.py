@@ -13,18 +13,25 @@ def quantise(y, UE8M0: tl.constexpr):
     # a = max( max|y|, 1e-4 ), of the bits: as integers NaN is the largest, so that it comes through
     bits = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     top = tl.maximum(tl.max(bits, axis=len(y.shape) - 1, keep_dims=True), 0x38D1B717)
-    # s = a / 448
-    scale = tl.div_rn(top.to(tl.float32, bitcast=True), 448.0)
+    finite = top < 0x7F800000
     # q = e4m3( y / s ), without a clamp: |y / s| <= 448 (1 + 2^-23), which rounds to 448.
     if UE8M0:
-        # s up to a power of two, whose inverse is exact; the exponent of NaN for what is not finite
-        finite = top < 0x7F800000
-        exponent = tl.where(finite, (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) >> 23, 255)
+        # s: a / 448 up to a power of two, whose inverse is exact. 448 is 1.75 * 2^8: up to that
+        # significand a is 8 exponents above s, past it 7. What is not finite has NaN's exponent.
+        exponent = tl.where(finite, ((top + 0x1FFFFF) >> 23) - 8, 255)
         inverse = tl.where(finite, (254 - exponent) << 23, 0x7FC00000)
         q = (y * inverse.to(tl.float32, bitcast=True)).to(tl.float8e4nv)
         return q, exponent.to(tl.uint8)
     else:
-        return tl.div_rn(y, scale).to(tl.float8e4nv), scale
+        # s = a / 448. One division a group: with a correctly rounded 1 / s, a step of Newton's
+        # rounds y / s correctly (Markstein 1990). But not where s is infinite, nor the sign of 0.
+        scale = tl.div_rn(top.to(tl.float32, bitcast=True), 448.0)
+        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        inverse = tl.broadcast_to(inverse, y.shape)
+        quotient = y * inverse
+        rest = tl.fma(-quotient, tl.broadcast_to(scale, y.shape), y)
+        better = tl.fma(rest, inverse, quotient)
+        return tl.where(finite & (y != 0), better, quotient).to(tl.float8e4nv), scale
 
 
 @triton.jit
