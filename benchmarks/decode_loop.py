@@ -114,7 +114,7 @@ def overlapped_seam(layer, name, x, state, norm):
     try:
         return layer.seam(name, x, state, norm)
     finally:
-        layer.overlap = None
+        layer.overlap = False
 
 
 def quantised_seam(layer, name, x, state, norm):

@@ -72,10 +72,10 @@ TABLE = (
           Gates(1, 32, 1), Gates(1, 32, 1), Tile(1, 512, 2), 8),
     Chain(2048, Tile(4, 512, 4), Gemm(64, 64, 640, 4, 3, True),
           Gates(4, 8, 1), Gates(4, 8, 1), Tile(4, 512, 4), 8),
-    Chain(8192, Tile(4, 512, 4), Gemm(64, 64, 640, 4, 3, True),
-          Gates(16, 8, 4), Gates(16, 8, 4), Tile(4, 512, 4), 8),
-    Chain(None, Tile(4, 512, 4), Gemm(64, 64, 2560, 4, 3, True),
-          Gates(16, 2, 4), Gates(16, 2, 4), Tile(4, 512, 4), 8),
+    Chain(8192, Tile(4, 512, 4), Gemm(64, 128, 1280, 4, 3, True),
+          Gates(4, 8, 1), Gates(4, 8, 1), Tile(4, 512, 4), 8),
+    Chain(None, Tile(4, 512, 4), Gemm(64, 128, None, 4, 3, True),
+          Gates(4, 8, 1), Gates(4, 8, 1), Tile(4, 512, 4), 8),
 )
 # fmt: on
 

@@ -65,10 +65,10 @@ class DelayedSeam(nn.Module):
         hidden_size: H.
         names: one for each sublayer.
         overlap: True: `post_collapse` on the caller's stream and `gates` on a side stream, which
-            the next seam (or `leave`) waits for. False: the fused operator. None: what was
-            measured to be faster for this chip and number of tokens (`overlap` in configs/).
-            Compiled and exported code always uses the fused operator, a CPU runs the two in
-            order. The results may differ in the gates, by at most 1e-6.
+            the next seam (or `leave`) waits for; but the fused operator for more tokens than that
+            was faster for (`overlap` in configs/), and in compiled and exported code. A CPU runs
+            the two in order. Gates differ from the fused operator's by at most 1e-6. It pays in
+            captured graphs: the host starts two operators, and events between them.
         scale_dtype: torch.float8_e8m0fnu or torch.float32: `seam` returns its layer_input as
             (layer_input_q, layer_input_scale) with scales of this type, for an FP8 GEMM. None:
             bf16. The seam between two sublayers is then `post_pre_delayed_quant`, with the same
@@ -85,7 +85,7 @@ class DelayedSeam(nn.Module):
         norm_eps: float = 1e-6,
         hc_post_mult_value: float = 2.0,
         sinkhorn_repeat: int = 20,
-        overlap: bool | None = None,
+        overlap: bool = False,
         scale_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
@@ -207,15 +207,9 @@ class DelayedSeam(nn.Module):
 
     def _overlaps(self, residual):
         # Streams inside a compiled graph cannot be traced.
-        if self.overlap is False or torch.compiler.is_compiling():
+        if not self.overlap or torch.compiler.is_compiling():
             return False
-        if self.overlap is None:
-            return (
-                residual.device.type == "cuda"
-                and residual.shape[0] > 0
-                and _config(residual).overlap
-            )
-        return True
+        return residual.device.type == "cpu" or _overlap_pays(residual)
 
     def _weights(self, name):
         return tuple(getattr(self, f"hc_{name}_{kind}") for kind in ("fn", "scale", "base"))
@@ -258,11 +252,11 @@ def leave(
     return hidden
 
 
-def _config(residual):
+def _overlap_pays(residual):
     from . import configs, launch
 
     tokens, _, hidden = residual.shape
-    return configs.lookup(launch.architecture(residual.device.index), hidden, tokens)
+    return configs.lookup(launch.architecture(residual.device.index), hidden, tokens).overlap
 
 
 @functools.cache

@@ -303,7 +303,7 @@ def test_what_is_missing():
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("overlap", [None, True])
+@pytest.mark.parametrize("overlap", [False, True])
 def test_compiled(device, overlap):
     """Two graphs for every T, nothing but fused seams in them, the bits of eager."""
     model = make(Model(overlap=overlap), device)

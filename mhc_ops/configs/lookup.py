@@ -33,7 +33,7 @@ class Config:
     split_block: int  # gates: splits added a step
     gate_warps: int
     pdl: bool = False  # dependent launches, kernels/pdl.py: sm_90 and newer only
-    overlap: bool = False  # nn: post_collapse beside gates is faster than all in one operator
+    overlap: bool = False  # nn: post_collapse beside gates may replace the fused operator
     why: str = ""
 
     def __post_init__(self):
