@@ -100,6 +100,24 @@ def test_optional_inputs(compiled, job):
         assert kernel.spills == 0, name
 
 
+DEPENDENT = [i for i, row in enumerate(configs.rows("sm_90", 5120)) if row.pdl]
+
+
+@pytest.mark.parametrize("index", DEPENDENT)
+@pytest.mark.parametrize("operator", ["post_collapse", "gates"])
+def test_nothing_is_touched_before_the_kernel_before_has_ended(operator, index):
+    """One program a kernel, so that the text is in the order of execution; only prefetches may
+    come before the wait."""
+    config = configs.rows("sm_90", 5120)[index]
+    given, made = single_token_calls(5120, "meta", [operator])[-1]
+    for step in launch.plan(config, "nvidia", given, made):
+        assert step.options["launch_pdl"]
+        before, after = aot.compile_step(step, "sm_90").assembly.split("griddepcontrol.wait;")
+        touches = re.compile(r"^\s*(@\S+ )?(ld|st|atom|red|cp)\.(global|async)", re.MULTILINE)
+        assert not touches.search(before)
+        assert touches.search(after)
+
+
 SOURCES = sorted(KERNELS.glob("*.py"))
 
 

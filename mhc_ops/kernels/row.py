@@ -6,7 +6,7 @@
     layer_input = bf16( u * rsqrt( sum(u^2) / H + norm_eps ) * w )  stored, or quantised first
 
 A whole row in one program needs no second pass over u and waits for no other program. 16,316 tokens
-on an H200: 458 us, 1.17 times the copy's.
+on an H200: 450 us, 1.14 times the copy's.
 """
 
 import triton
