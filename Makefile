@@ -10,8 +10,8 @@ TRITON ?= 3.9.0
 TRITON_OLDEST := 3.6.0
 VENV := .venv
 
-TEST_TOOLS := 'pytest>=9,<10' 'pytest-xdist>=3.8,<4' 'expecttest>=0.3,<0.4' numpy \
-  'setuptools>=77' 'cmake>=3.27,<5'
+TEST_TOOLS := 'pytest>=9,<10' 'pytest-xdist>=3.8,<4' 'expecttest>=0.3,<0.4' 'hypothesis>=6,<7' \
+  'numpy>=1.26,<3' 'setuptools>=77,<90' 'cmake>=3.27,<5'
 # Processes of a test run. One thread each: more only get in each other's way.
 JOBS ?= 2
 PARALLEL := -n $(JOBS)
@@ -26,7 +26,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 # Triton's default changes in 3.10; 3.9 warns until one is chosen.
 export TRITON_DEFAULT_FP_FUSION ?= 1
 
-.PHONY: demo test test-oldest bench lint format clean
+.PHONY: demo test test-oldest mutants soak bench lint format clean
 
 demo: $(ENGINE)
 	$(PY) -m mhc_ops
@@ -48,6 +48,14 @@ test: $(ENGINE) $(VENV)/.test
 test-oldest: export PYTHONPATH := $(CURDIR)/$(OLDEST):$(PYTHONPATH)
 test-oldest: $(ENGINE) $(VENV)/.test $(OLDEST)/.done
 	$(kernel_tests)
+
+# Breaks the kernels in known ways: each time the tests must notice. On a GPU with GPU=--gpu.
+mutants: $(ENGINE) $(VENV)/.test
+	$(PY) test/mutate.py $(GPU)
+
+# Long, so not part of the tests: thousands of calls on a GPU.
+soak: $(ENGINE)
+	PYTHONPATH=$(PYTHONPATH):$(CURDIR)/test $(PY) test/soak.py
 
 bench: $(ENGINE)
 	$(PY) benchmarks/bench_seam.py
@@ -77,7 +85,7 @@ $(VENV)/.made:
 
 $(ENGINE): $(VENV)/.made
 	test -e $(VENV)/.uses-outer-torch || $(PIP) torch==$(TORCH)
-	test -e $(VENV)/.uses-outer-torch || $(PIP) triton==$(TRITON) numpy
+	test -e $(VENV)/.uses-outer-torch || $(PIP) triton==$(TRITON) 'numpy<3'
 	rm -f $(VENV)/.torch-*
 	touch $@
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cases import OPERATORS, assert_same_bits, seam
+from cases import OPERATORS, assert_same_bits, judged, seam
 
-from mhc_ops.testing import make_inputs
+from mhc_ops.testing import assert_accurate, make_inputs
 
 TOKENS = (1, 7, 65, 130)
 H = 640  # not a power of two
@@ -53,6 +53,15 @@ def test_one_iteration_ends_with_columns(device, seed):
     # eps over a column's sum before it is scaled, which is seldom under 0.1
     assert (comb.sum(1) - 1).abs().max() < 1e-4
     assert (comb.sum(2) - 1).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_every_eps_where_it_belongs(device, seed, name, tokens):
+    """Of a size that shows: at 1e-6 an eps outside its root hardly does."""
+    given = make_inputs(tokens, H, seed=seed, device=device)
+    given = given._replace(rms_eps=0.3, hc_pre_eps=0.05, hc_sinkhorn_eps=0.02, norm_eps=0.4)
+    assert_accurate(judged(name, given), seam(name, given))
 
 
 @pytest.mark.parametrize("norm_dtype", [None, torch.bfloat16])

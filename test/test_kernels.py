@@ -38,6 +38,9 @@ EDGES = {
     "wide steps": {"block_h": 128, "cols": 128},
     "32 tokens": {"block_t": 32},
     "64 tokens": {"block_t": 64},
+    "a token a program": {"block_t": 1},
+    "two tokens, splits of unequal size": {"block_t": 2, "cols": 64},
+    "four tokens, steps past H": {"block_t": 4, "cols": 128},
     "packed": {"pack": True},
     "packed, one split": {"pack": True, "cols": None, "block_t": 64},
     "gates a token each": {"gate_t": 1},
@@ -127,6 +130,13 @@ def test_tokens_around_the_tiles(seed, tokens, hidden_size):
 @pytest.mark.parametrize("hc_scale", [1, 30])
 def test_gate_scales_and_iterations(seed, repeat, hc_scale):
     given = make_inputs(17, 256, seed=seed, hc_scale=hc_scale, sinkhorn_repeat=repeat)
+    assert_accurate(given, seam(PLAIN, given))
+
+
+def test_every_eps_where_it_belongs(seed):
+    """Of a size that shows: at 1e-6 an eps outside its root hardly does."""
+    given = make_inputs(17, 256, seed=seed, sinkhorn_repeat=FEW)
+    given = given._replace(rms_eps=0.3, hc_pre_eps=0.05, hc_sinkhorn_eps=0.02, norm_eps=0.4)
     assert_accurate(given, seam(PLAIN, given))
 
 
