@@ -27,6 +27,7 @@ class Mutant(NamedTuple):
     gpu_only: bool = False
 
 
+CONTROL = Mutant("nothing", [], "every_eps")  # without a fault the tests pass, here as elsewhere
 MUTANTS = [
     Mutant(
         "comb transposed",
@@ -190,7 +191,8 @@ def survives(mutant, gpu):
                 "interpreter",
                 ("test_kernels", "test_model_kernels", "test_quant_kernels"),
             )
-            command += ["-k", mutant.tests] if mutant.tests else []
+        if mutant.tests and (mutant is CONTROL or not gpu):
+            command += ["-k", mutant.tests]
         command += ["-m", marker, *(str(ROOT / "test" / f"{file}.py") for file in files)]
         # The folder before anything else that has the package: also before pytest's own settings.
         command += ["-o", f"pythonpath={folder} benchmarks"]
@@ -212,6 +214,8 @@ def main():
         for mutant in MUTANTS
         if (args.gpu or not mutant.gpu_only) and (args.only or "") in mutant.fault
     ]
+    if not survives(CONTROL, args.gpu):
+        raise SystemExit("the tests fail without a fault")
     alive = 0
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         results = pool.map(lambda mutant: survives(mutant, args.gpu), chosen)
