@@ -5,12 +5,14 @@ while tracing. Errors, shapes and the order of results are stated here once, so 
 cannot differ.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
 
 from . import outputs
 from .checks import ARGUMENTS, check, fine, require_groups
+from .schemas import read_schemas
 
 
 class Given(NamedTuple):
@@ -112,8 +114,6 @@ def post_pre_delayed_quant(
     inputs = (pre_mix, sublayer_out, post_layer_mix, comb_res_mix)
     given = Given(residual, *gate, *inputs, norm_weight, norm_eps)
     _check("post_pre_delayed_quant", run, given)
-    if norm_weight is None:  # which torch lets through, although the schema does not
-        raise ValueError("mhc::post_pre_delayed_quant: norm_weight is missing")
     require_groups("post_pre_delayed_quant", residual.shape[-1])
     quantised = outputs.quantised(residual, ue8m0)
     made = _fill(run, given, outputs.streams(residual), quantised=quantised)
@@ -215,30 +215,35 @@ def quantise(run, x, ue8m0=True):
     return made.layer_input, made.layer_input_scale
 
 
-# The tensors of a Given, and the first of them where the model begins.
+_EPSILONS = tuple(name for name in Given._fields if name.endswith("_eps"))
 _NAMES = tuple(name for name in Given._fields if name in ARGUMENTS)
+# As the schema of the model's entry calls them.
 _ENTRY_NAMES = ("x", *(name for name in _NAMES if name not in ("residual", "sublayer_out")))
 
 
+@functools.cache
+def _required(op):
+    """The tensors that an operator's schema does not let be None."""
+    schema = torch._C.parse_schema(f"mhc::{read_schemas()[op][0]}")
+    return frozenset(a.name for a in schema.arguments if str(a.type) == "Tensor")
+
+
 def _check(op, run, given, residual_out=None):
-    if residual_out is None and run is not fake:
-        residual, fn, hc_scale, hc_base, *rest, norm_weight, norm_eps = given
-        rms_eps, hc_pre_eps, hc_sinkhorn_eps, _, repeat, pre_mix, x, post, comb = rest
-        weights = (fn, hc_scale, hc_base, pre_mix)
-        epsilons = (rms_eps, hc_pre_eps, hc_sinkhorn_eps, norm_eps)
-        if residual is None:
-            names, tensors = _ENTRY_NAMES, (x, *weights, post, comb, norm_weight)
-        else:
-            names, tensors = _NAMES, (residual, *weights, x, post, comb, norm_weight)
-        if fine(names, tensors, epsilons, repeat):
-            return
-    named = given._asdict()
-    if given.residual is None:  # as the schema of the model's entry calls it
-        named = {"x": named.pop("sublayer_out"), **named}
-    tensors = {name: value for name, value in named.items() if name in ARGUMENTS}
-    epsilons = {name: value for name, value in named.items() if name.endswith("_eps")}
-    tensors["residual_out"] = residual_out
-    check(op, tensors, epsilons, given.sinkhorn_repeat, addresses=run is not fake)
+    required = _required(op)
+    residual, fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, _, repeat, *rest = given
+    pre_mix, x, post, comb, norm_weight, norm_eps = rest
+    weights = (fn, hc_scale, hc_base, pre_mix)
+    epsilons = (rms_eps, hc_pre_eps, hc_sinkhorn_eps, norm_eps)
+    if "x" in required:
+        names, tensors = _ENTRY_NAMES, (x, *weights, post, comb, norm_weight)
+    else:
+        names, tensors = _NAMES, (residual, *weights, x, post, comb, norm_weight)
+    quick = run is not fake and residual_out is None and "residual_out" not in required
+    if quick and fine(names, tensors, epsilons, repeat, required):
+        return
+    tensors = dict(zip(names, tensors, strict=True), residual_out=residual_out)
+    epsilons = dict(zip(_EPSILONS, epsilons, strict=True))
+    check(op, tensors, epsilons, repeat, required=required, addresses=run is not fake)
 
 
 def _fill(run, given, residual_out, *, collapse=True, aux=False, quantised=None):

@@ -11,6 +11,13 @@ from mhc_ops import fold_fn, schemas
 from mhc_ops.testing import make_inputs
 
 OPERATORS = tuple(schemas.read_schemas())
+# Every tensor that must not be None. Without its only one PyTorch itself does not find quantise.
+REQUIRED = [
+    (op, argument.name)
+    for op in OPERATORS
+    for argument in operator(op)._schema.arguments
+    if str(argument.type) == "Tensor" and op != "quantise"
+]
 T, H = 5, 256
 
 
@@ -68,6 +75,12 @@ def single_faults():
                 arguments[argument] = change(arguments[argument])
                 yield as_call(op, arguments)
                 yield as_call(op, arguments, symbolic="DYNAMIC")
+
+
+def missing():
+    for op, argument in REQUIRED:
+        yield as_call(op, {**example(op), argument: None})
+        yield as_call(op, {**example(op), argument: None}, symbolic="DYNAMIC")
 
 
 def quantising_faults():

@@ -18,6 +18,7 @@ from meta_cases import (
     T,
     example,
     good_calls,
+    missing,
     other_faults,
     quantising_faults,
     several_faults,
@@ -256,7 +257,7 @@ def test_same_results(library):
 
 
 def test_same_errors(library):
-    found = same(library, [*single_faults(), *quantising_faults()])
+    found = same(library, [*single_faults(), *missing(), *quantising_faults()])
     assert all("error" in outcome for outcome in found)
     assert {outcome["error"][0] for outcome in found} == {"ValueError", "TypeError"}
 

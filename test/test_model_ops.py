@@ -1,5 +1,6 @@
 """The operators around the whole seam: what each returns, and that together they are the seam."""
 
+import meta_cases
 import pytest
 import torch
 from cases import OPERATORS, assert_same_bits, label, map_tensors, operator
@@ -196,6 +197,18 @@ def test_same_error_everywhere(name, argument, fault):
     with FakeTensorMode() as mode:
         fake = bad_call(name, argument, fault, mode.from_tensor)
         assert error_of(operator(name), fake, {}) == (kind, text)
+
+
+@pytest.mark.parametrize("where", ["device", "meta"])
+@pytest.mark.parametrize(("name", "argument"), meta_cases.REQUIRED)
+def test_what_is_missing(device, name, argument, where):
+    """None for a tensor that is not optional: PyTorch hands it on, and without it an operator
+    would be another one."""
+    where = device if where == "device" else where
+    values = meta_cases.example(name)
+    values = {k: v.to(where) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+    kind, text = error_of(operator(name), (), {**values, argument: None})
+    assert (kind, text) == (ValueError, f"mhc::{name}: {argument} is missing")
 
 
 @every_operator
