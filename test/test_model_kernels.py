@@ -95,7 +95,7 @@ def run_last_programs(monkeypatch, step):
         named = dict(zip(step.kernel.arg_names, step.args, strict=False))
         projecting = named.get("project_programs", programs)
         splits = step.constants["SPLITS"]
-        ids = {*range(max(0, projecting - splits), projecting), *range(programs - 3, programs)}
+        ids = {*range(max(0, projecting - 2 * splits), projecting), *range(programs - 3, programs)}
         ids = sorted(ids)
 
     def program_id(self, axis):
