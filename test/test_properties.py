@@ -37,12 +37,15 @@ def inputs(draw, most=40):
         sinkhorn_repeat=draw(st.sampled_from((1, 2, 20))),
     )
     size = 10.0 ** draw(st.integers(-20, 4))
+    base = made.hc_base.clone()
+    base[8:] *= draw(st.sampled_from((1, 1, 50, 1e4)))
     return made._replace(
+        hc_base=base,
         residual=made.residual * size,
         sublayer_out=made.sublayer_out * size,
         rms_eps=draw(EPS),
         hc_pre_eps=draw(EPS),
-        hc_sinkhorn_eps=draw(st.sampled_from((1e-6, 1e-3))),
+        hc_sinkhorn_eps=draw(EPS),
         hc_post_mult_value=draw(st.sampled_from((0.5, 1.0, 2.0))),
         norm_eps=draw(EPS),
     )
