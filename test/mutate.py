@@ -3,9 +3,9 @@
     python test/mutate.py            # on the CPU: kernels in Triton's interpreter, and the rest
     python test/mutate.py --gpu      # on a GPU: its kernels
 
-A mutant is a copy of the package with a few lines replaced. Text that is not there exactly once ends
-the script, and before it test_supply.py: the list below follows the package. A mutant that survives,
-or that does not even run, makes the exit status 1.
+A mutant is a copy of the package with a few lines replaced. Text that is not there exactly once
+ends the script, and fails test_supply.py: the list below follows the package. A mutant that
+survives, or that does not even run, makes the exit status 1.
 """
 
 import argparse
@@ -59,8 +59,9 @@ MUTANTS = [
         "R' truncated, not rounded",
         [
             ("post.py", "cvt.rn.bf16x2.f32", "cvt.rz.bf16x2.f32"),
-            ("post.py", "    else:\n        return x.to(tl.bfloat16)", "    else:\n        return "
-             "(x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True).to(tl.bfloat16)"),
+            ("post.py", "    else:\n        return x.to(tl.bfloat16)", "    else:\n        "
+             "return (x.to(tl.int32, bitcast=True) & -65536)"
+             ".to(tl.float32, bitcast=True).to(tl.bfloat16)"),
         ],
     ),
     Mutant(
@@ -91,7 +92,8 @@ MUTANTS = [
     ),
     Mutant(
         "W without its last eight bits, packed",
-        [("pack.py", "(first + 2 * step) * K + cols, lo)", "(first + 2 * step) * K + cols, (lo.to(tl.float32) * 0.0).to(tl.bfloat16))")],
+        [("pack.py", "(first + 2 * step) * K + cols, lo)",
+          "(first + 2 * step) * K + cols, (lo.to(tl.float32) * 0.0).to(tl.bfloat16))")],
         "packing",
         portable=False,  # 2e-7 of a gate: only the test of the packed bits sees it
     ),
@@ -130,48 +132,73 @@ MUTANTS = [
     Mutant(
         "rms_eps outside the root",
         [("gates.py", "tl.rsqrt(square / K + rms_eps)", "(tl.rsqrt(square / K) + rms_eps)")],
+        "every_eps",
     ),
     Mutant(
         "no eps in Sinkhorn's divisions",
         [("gates.py", f"eps * {v}{i})", f"0.0 * {v}{i})") for v in "de" for i in range(4)],
+        "every_eps",
     ),
     Mutant("post without its multiplier", [("gates.py", "post * hc_post_mult_value", "post")]),
     # The collapse
-    Mutant("norm of u before it is rounded", [("row.py", "u = rounded(u, VENDOR, False)", "u = u + 0.0")]),
+    Mutant(
+        "norm of u before it is rounded",
+        [("row.py", "u = rounded(u, VENDOR, False)", "u = u + 0.0")],
+    ),
     Mutant(
         "squares of u over half the columns",
         [("row.py", "u_square += u.to(tl.float32) * u.to(tl.float32)",
           "u_square += tl.where(cols % 64 < 32, u.to(tl.float32) * u.to(tl.float32), 0.0)")],
     ),
-    Mutant("norm_eps outside the root", [("row.py", "/ H + norm_eps)", "/ H) + norm_eps")]),
+    Mutant(
+        "norm_eps outside the root",
+        [("row.py", "/ H + norm_eps)", "/ H) + norm_eps")],
+        "every_eps",
+    ),
     Mutant(
         "collapse of stream 0",
         [("row.py", "            if pre_mix is not None:\n                u = tl.fma",
           "            u = b0\n            if pre_mix is None:\n                u = tl.fma")],
     ),
     Mutant("norm without its weight", [("row.py", " * weights[step].to(tl.float32)", "")]),
-    Mutant("aux a sum, not a mean", [("row.py", "(r0 + r1 + r2 + r3) * 0.25", "(r0 + r1 + r2 + r3)")]),
+    Mutant(
+        "aux a sum, not a mean",
+        [("row.py", "(r0 + r1 + r2 + r3) * 0.25", "(r0 + r1 + r2 + r3)")],
+        "model_kernels",
+    ),
     Mutant(
         "a scale one power of two too large",
         [("quantise.py", "((top + 0x1FFFFF) >> 23) - 8", "((top + 0x1FFFFF) >> 23) - 7")],
+        "quant_kernels",
     ),
     # Where it is read and written
     Mutant(
         "no mask on columns",
         [("row.py", "        mask = cols < H\n", "        mask = cols < STEPS * BLOCK\n")],
     ),
-    Mutant("no mask on tokens", [("project.py", "live = first + row < T", "live = first + row < T + BLOCK_T")]),
-    Mutant("no mask on tokens, product", [("gemm.py", "live = first + row < T", "live = first + row < T + BLOCK_T")]),
+    Mutant(
+        "no mask on tokens",
+        [("project.py", "live = first + row < T", "live = first + row < T + BLOCK_T")],
+    ),
+    Mutant(
+        "no mask on tokens, product",
+        [("gemm.py", "live = first + row < T", "live = first + row < T + BLOCK_T")],
+    ),
     Mutant(
         "no mask on tokens, few of them",
-        [("project.py", "T - 1).to(tl.int64)\n        tl.store", "T + BLOCK_T).to(tl.int64)\n        tl.store")],
+        [("project.py", "T - 1).to(tl.int64)\n        tl.store",
+          "T + BLOCK_T).to(tl.int64)\n        tl.store")],
         "shipped_configuration",
     ),
     Mutant(
         "no mask on tokens of the gates",
         [("gates.py", "        t < T,\n        post_mix,", "        t <= T,\n        post_mix,")],
     ),
-    Mutant("offsets in 32 bits, rows", [("row.py", "t = token.to(tl.int64)", "t = token")], "past_32"),
+    Mutant(
+        "offsets in 32 bits, rows",
+        [("row.py", "t = token.to(tl.int64)", "t = token")],
+        "past_32",
+    ),
     Mutant(
         "offsets in 32 bits, projection",
         [("project.py", "first = tile.to(tl.int64) * BLOCK_T", "first = tile * BLOCK_T")],
@@ -240,7 +267,9 @@ MUTANTS = [
         room="cpu",
     ),
     Mutant(
-        "CPU: 19 iterations", [("reference.py", "range(repeat - 1)", "range(repeat - 2)")], room="cpu"
+        "CPU: 19 iterations",
+        [("reference.py", "range(repeat - 1)", "range(repeat - 2)")],
+        room="cpu",
     ),
     Mutant(
         "CPU: rms_eps outside the root",
@@ -279,13 +308,15 @@ MUTANTS = [
     ),
     Mutant(
         "a schema that drifted",
-        [("schemas.txt", "quantise(Tensor x, bool ue8m0=True)", "quantise(Tensor x, bool ue8m0=False)")],
+        [("schemas.txt", "quantise(Tensor x, bool ue8m0=True)",
+          "quantise(Tensor x, bool ue8m0=False)")],
         "schema",
         "cpu",
     ),
     Mutant(
         "a T that tracing takes for a number",
-        [("outputs.py", "tokens = source.shape[0]\n    return (", "tokens = int(source.shape[0])\n    return (")],
+        [("outputs.py", "tokens = source.shape[0]\n    return (",
+          "tokens = int(source.shape[0])\n    return (")],
         "keep_T_symbolic",
         "cpu",
     ),
