@@ -27,8 +27,8 @@ def copy(tensor, buffers):
 
 
 def reserved(size, dtype, device="cpu"):
-    """A tensor of zeros that takes memory only where it is touched. Another 2^31 elements lie before
-    it, so that an offset that wraps is wrong and no crash."""
+    """A tensor of zeros that takes memory only where it is touched. Another 2^31 elements lie
+    before it, so that an offset that wraps is wrong and no crash."""
     count = math.prod(size)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
     pages = mmap.mmap(-1, (2**31 + count) * dtype.itemsize, flags=flags)

@@ -20,13 +20,12 @@ import tempfile
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
+CPU = "not interpreter and not aot and not gpu"
 # Which tests a mutant must not get past: {room: (marker, files)}.
 ROOMS = {
     "interpreter": ("interpreter", ("kernels", "model_kernels", "quant_kernels")),
-    "cpu": (
-        "not interpreter and not aot and not gpu",
-        ("identities", "reference", "checks", "configs", "inference_only", "schema", "compile"),
-    ),
+    "cpu": (CPU, ("identities", "reference", "checks", "configs", "inference_only", "schema")),
+    "compile": (CPU, ("compile",)),  # slow to import
     "aot": ("aot", ("aot",)),
     "gpu": ("gpu", ("gpu", "identities", "reference", "model_ops", "quant", "graphs")),
 }
@@ -110,6 +109,7 @@ MUTANTS = [
     Mutant(
         "a matrix product of its last columns only",
         [("gemm.py", "acc, tail = add(acc, tail, part, part_tail)", "acc, tail = part, part_tail")],
+        "configuration and rows",
     ),
     # The gates
     Mutant("mean of squares over H, not 4 H", [("gates.py", "square / K", "square / (K // 4)")]),
@@ -175,6 +175,7 @@ MUTANTS = [
     Mutant(
         "no mask on columns",
         [("row.py", "        mask = cols < H\n", "        mask = cols < STEPS * BLOCK\n")],
+        "configuration and rows",
     ),
     Mutant(
         "no mask on tokens",
@@ -183,6 +184,7 @@ MUTANTS = [
     Mutant(
         "no mask on tokens, product",
         [("gemm.py", "live = first + row < T", "live = first + row < T + BLOCK_T")],
+        "configuration and rows",
     ),
     Mutant(
         "no mask on tokens, few of them",
@@ -298,7 +300,8 @@ MUTANTS = [
         [("ops.py", '_check("post_pre_delayed", run, given)\n    return _fill(run, given, '
           "outputs.streams(given.residual))", '_check("post_pre_delayed", run, given)\n    '
           "return _fill(run, given, given.residual)")],
-        room="cpu",
+        "outputs_are_fresh",
+        "cpu",
     ),
     Mutant(
         "a gradient that is lost",
@@ -318,7 +321,7 @@ MUTANTS = [
         [("outputs.py", "tokens = source.shape[0]\n    return (",
           "tokens = int(source.shape[0])\n    return (")],
         "keep_T_symbolic",
-        "cpu",
+        "compile",
     ),
     Mutant(
         "another chip's settings",
