@@ -9,67 +9,74 @@ On a CPU it is small and shows that the script itself works.
 
 import argparse
 import random
+import resource
 import threading
 
+import model_cases
 import torch
-from cases import OPERATORS, seam
+from cases import OPERATORS, operator, seam
 
 from mhc_ops.testing import assert_accurate, make_inputs
 
 
-def wrong_bits(got, wanted):
-    """How many elements differ, on the device."""
+def results(name, given):
+    """All that an operator returns, and the streams that it writes."""
+    if name in OPERATORS:
+        return seam(name, given)
+    return [r for r in model_cases.results(name, operator(name), given) if r is not None]
+
+
+def wrong_bytes(got, wanted):
+    """How many differ, on the device."""
     return sum(
         (a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).sum()
         for a, b in zip(got, wanted, strict=True)
     )
 
 
-def memory(device):
-    return torch.cuda.memory_reserved() if device == "cuda" else 0
-
-
 class Soak:
-    def __init__(self, device, hidden, max_tokens, seed):
+    def __init__(self, device, hidden, max_tokens, threads, seed):
         self.device = device
         self.random = random.Random(seed)
         sizes = {1, max_tokens, *(int(max_tokens ** self.random.random()) for _ in range(22))}
         self.given = {t: make_inputs(t, hidden, seed=t, device=device) for t in sorted(sizes)}
         self.wanted = {
-            (name, t): [r.clone() for r in seam(name, given)]
+            (name, t): [r.clone() for r in results(name, given)]
             for t, given in self.given.items()
-            for name in OPERATORS
+            for name in (*OPERATORS, *model_cases.MODEL_OPERATORS)
         }
+        # Kept: each has a pool of memory of its own.
+        self.streams = [torch.cuda.Stream() if device == "cuda" else None for _ in range(threads)]
         self.wrong, self.failures = [], []
 
     def calls(self, count, seed):
-        """`count` calls on a stream of this thread's own; one in ten is compared."""
+        """`count` calls; one in ten is compared."""
         choose = random.Random(seed)
+        wrong = torch.zeros((), dtype=torch.int64, device=self.device)
+        for i in range(count):
+            name, t = choose.choice(list(self.wanted))
+            got = results(name, self.given[t])
+            if i % 10 == 0:
+                wrong += wrong_bytes(got, self.wanted[name, t])
+        self.wrong.append(int(wrong))
+
+    def on_a_stream(self, stream, count, seed):
         try:
-            wrong = torch.zeros((), dtype=torch.int64, device=self.device)
-            for i in range(count):
-                name, t = choose.choice(list(self.wanted))
-                got = seam(name, self.given[t])
-                if i % 10 == 0:
-                    wrong += wrong_bits(got, self.wanted[name, t])
-            self.wrong.append(int(wrong))
+            with torch.no_grad(), torch.cuda.stream(stream):  # None: nothing
+                self.calls(count, seed)
         except Exception as failure:
             self.failures.append(failure)
 
-    def on_a_stream(self, count, seed):
-        if self.device == "cpu":
-            return self.calls(count, seed)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.default_stream())
-        with torch.cuda.stream(stream), torch.no_grad():
-            self.calls(count, seed)
-        stream.synchronize()
-
-    def run(self, count, threads):
-        """All calls in `threads` threads; the most memory that was held after."""
+    def run(self, count):
+        """`count` calls in threads; bytes that the device and this process held at most."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
         started = [
-            threading.Thread(target=self.on_a_stream, args=(count // threads, self.random.random()))
-            for _ in range(threads)
+            threading.Thread(
+                target=self.on_a_stream,
+                args=(stream, count // len(self.streams), self.random.random()),
+            )
+            for stream in self.streams
         ]
         for thread in started:
             thread.start()
@@ -78,7 +85,8 @@ class Soak:
         if self.failures:
             raise self.failures[0]
         assert self.wrong == [0] * len(self.wrong), f"{sum(self.wrong)} bytes differ"
-        return memory(self.device)
+        on_device = torch.cuda.memory_reserved() if self.device == "cuda" else 0
+        return on_device, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def large(tokens, hidden):
@@ -108,15 +116,16 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with torch.no_grad():
-        soak = Soak("cuda" if gpu else "cpu", args.hidden, args.max_tokens, args.seed)
+        device = "cuda" if gpu else "cpu"
+        soak = Soak(device, args.hidden, args.max_tokens, args.threads, args.seed)
         print(f"{len(soak.wanted)} operators and sizes, up to T = {max(soak.given):,}", flush=True)
         # The first half fills every stream's pool; from then on nothing more may be needed.
-        half = soak.run(args.calls // 2, args.threads)
-        end = soak.run(args.calls - args.calls // 2, args.threads)
-        print(
-            f"{args.calls:,} calls in {args.threads} threads: same bits; held {end / 2**30:.2f} GiB"
-        )
-        assert end <= 1.1 * half, f"memory grew from {half:,} to {end:,} bytes"
+        half = soak.run(args.calls // 2)
+        end = soak.run(args.calls - args.calls // 2)
+        print(f"{args.calls:,} calls in {args.threads} threads: same bits")
+        for where, before, after in zip(("device", "host"), half, end, strict=True):
+            print(f"{where}: {after / 2**30:.2f} GiB held")
+            assert after <= 1.1 * before, f"{where} memory grew from {before:,} to {after:,} bytes"
         if args.large:
             large(args.large, args.hidden)
             print(f"T = {args.large:,}: right")

@@ -98,6 +98,18 @@ def test_shipped_configuration(seed, config):
         assert_same_bits(forced(config, given), wanted)
 
 
+@pytest.mark.parametrize("row", [0, -1])
+@pytest.mark.parametrize("warps", [1, 2, 4, 8])
+def test_warp_counts(seed, warps, row):
+    """A sum over a part of the lanes may be right for one count only."""
+    config = configs.rows(launch.architecture(0), 640)[row]
+    counts = {"warps": warps, "row_warps": warps, "gate_warps": warps}
+    config = dataclasses.replace(config, row_block=256, **counts)
+    for tokens in (1, 65):
+        given = make_inputs(tokens, 640, seed=seed, device="cuda")
+        assert_accurate(given, forced(config, given))
+
+
 @pytest.mark.parametrize("hidden_size", [128, 384, 4096, 7168])
 @pytest.mark.parametrize("tokens", [1, 64, 192, 768, 4096])
 def test_other_hidden_sizes(seed, hidden_size, tokens):

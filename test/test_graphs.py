@@ -131,7 +131,8 @@ def test_warm_up_says_how_many_and_is_complete(warm):
     assert kernels_compiled() == before
     # The count can rise: a hidden size that nobody warmed up, also as a check of the counter.
     seam("post_pre_delayed", make_inputs(1, 1152, device="cuda"))
-    assert kernels_compiled() > before
+    # Three launches at most: an ordinary call warms up nothing but itself.
+    assert 0 < kernels_compiled() - before <= 3
 
 
 def test_nothing_compiles_after_warm_up(warm, seed):

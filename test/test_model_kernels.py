@@ -5,17 +5,21 @@ import functools
 
 import bf16_interpreter  # noqa: F401  before any kernel runs
 import canary
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from cases import assert_same_bits, label
 from model_cases import GATES, MODEL_OPERATORS, OPTIONAL_OF, judged, results
 from test_kernels import FEW, PLAIN, backend, pytestmark, shipped  # noqa: F401  marks these too
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from mhc_ops import launch, ops
 from mhc_ops.testing import assert_accurate, make_inputs
 
 # Outputs and workspaces of each operator; packing fn needs one more.
 ALLOCATED = dict(zip(MODEL_OPERATORS, (7, 7, 6, 1, 2, 4, 2), strict=True))
+PER_TOKEN = ("residual", "sublayer_out", "post_layer_mix", "comb_res_mix", "pre_mix")
 PACKS = ("post_pre_delayed_aux", "post_pre_delayed_quant", "expand_pre_delayed", "gates")
 
 
@@ -80,3 +84,64 @@ def test_nothing_is_launched_in_vain(name, kernels):
 
     results(name, functools.partial(getattr(ops, name), record), make_inputs(1, 128))
     assert seen == kernels
+
+
+def run_last_programs(monkeypatch, step):
+    """Of a launch only the programs of the last tokens: all of them would take days."""
+    programs = step.grid[0]
+    if step.kernel.fn.__name__ == "pack_kernel":
+        ids = range(programs)
+    else:
+        named = dict(zip(step.kernel.arg_names, step.args, strict=False))
+        projecting = named.get("project_programs", programs)
+        splits = step.constants["SPLITS"]
+        ids = {*range(max(0, projecting - 2 * splits), projecting), *range(programs - 3, programs)}
+        ids = sorted(ids)
+
+    def program_id(self, axis):
+        at = self.grid_idx[axis]
+        return TensorHandle(np.array([at if axis else ids[at]], dtype=np.int32), tl.int32)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_get_program_id", program_id)
+        grid = (len(ids), *step.grid[1:])
+        step.kernel[grid](*step.args, **step.constants, **step.options)
+
+
+HUGE = {
+    "fused": {},
+    "unfused": {"fused": False, "pack": True},
+    "few tokens": {"block_t": 2, "cols": 64},
+}
+
+
+@pytest.mark.parametrize("edge", HUGE)
+@pytest.mark.parametrize(
+    "name", ["post_pre_delayed_aux", "post_pre_delayed_quant", "expand_pre_delayed"]
+)
+def test_offsets_past_32_bits(monkeypatch, seed, name, edge):
+    """The last three of 2^27 + 3 tokens have the bits of the three alone: every tensor that grows
+    with T has more than 2^31 elements."""
+    config = dataclasses.replace(PLAIN, gate_t=4, **HUGE[edge])
+    last = make_inputs(3, 128, seed=seed, sinkhorn_repeat=FEW)
+    tokens = 2**27 + 3
+
+    def huge(tensor):
+        made = canary.reserved((tokens, *tensor.shape[1:]), tensor.dtype)
+        made[-3:] = tensor
+        return made
+
+    given = last._replace(
+        **{key: huge(value) for key, value in last._asdict().items() if key in PER_TOKEN}
+    )
+    assert given.comb_res_mix.numel() > 2**31
+
+    def launches(given, made):
+        for step in launch.plan(config, "", given, made):
+            run_last_programs(monkeypatch, step)
+
+    with canary.allocated_by(canary.reserved):
+        got = results(name, functools.partial(getattr(ops, name), launches), given)
+    wanted = run(name, config, last)
+    made = [(g, w) for g, w in zip(got, wanted, strict=True) if w is not None]
+    assert_same_bits([g[-3:] for g, _ in made], [w for _, w in made])

@@ -157,15 +157,23 @@ def test_import_is_cheap_and_touches_nothing(tmp_path):
 
 RUN_ALL = """
 import sys
-from cases import OPERATORS, seam
+sys.modules["triton"] = None  # an import of it fails
+import model_cases
 import mhc_ops
-from mhc_ops.testing import make_inputs
+from cases import OPERATORS, operator, seam
+from mhc_ops.testing import assert_accurate, make_inputs
+given = make_inputs(3, 128)
 for name in OPERATORS:
-    assert len(seam(name, make_inputs(3, 128))) == 5
+    assert len(seam(name, given)) == 5
+for name in model_cases.MODEL_OPERATORS:
+    for function in (operator(name), getattr(mhc_ops, name)):
+        made = model_cases.results(name, function, given)
+        assert_accurate(*model_cases.judged(name, given, made))
+assert mhc_ops.warmup(128, 8, device="cpu") == 0
 print("ok")
 """
 
 
-def test_runs_under_ci():
+def test_runs_under_ci_and_without_kernels():
     """With CI set, torch makes an output that aliases an input an error instead of a warning."""
     assert run_python(RUN_ALL, CI="1").strip() == "ok"

@@ -4,14 +4,37 @@ import ast
 import pathlib
 import re
 
+import mutate
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 MODULES = sorted((ROOT / "mhc_ops").rglob("*.py"))
 # Runs or unpickles what it is given, starts programs, opens connections, or writes.
 CALLS = {"eval", "exec", "compile", "__import__", "open", "input", "breakpoint"}
-METHODS = {"write_text", "write_bytes", "mkdir", "unlink", "rmtree", "system", "popen"}
-IMPORTS = {"pickle", "marshal", "shelve", "subprocess", "socket", "urllib", "requests", "tempfile"}
+METHODS = {
+    "open",
+    "touch",
+    "rename",
+    "tofile",
+    "write_text",
+    "write_bytes",
+    "mkdir",
+    "unlink",
+    "rmtree",
+    "system",
+    "popen",
+}
+IMPORTS = {
+    "pickle",
+    "shutil",
+    "marshal",
+    "shelve",
+    "subprocess",
+    "socket",
+    "urllib",
+    "requests",
+    "tempfile",
+}
 
 
 def what(tree):
@@ -60,3 +83,9 @@ def test_what_is_installed_is_pinned():
         r"^(?:TORCH|TRITON|LINT_TOOLS|TRITON_OLDEST)\s*[:?]?= (.*)$", makefile, re.M
     ):
         assert re.search(r"\d+\.\d+\.\d+$", line)
+
+
+@pytest.mark.parametrize("mutant", mutate.MUTANTS, ids=lambda mutant: mutant.fault)
+def test_mutants_follow_the_package(mutant):
+    """`make mutants` takes minutes; that a changed line took a mutant away is seen here."""
+    assert mutate.broken(mutant, ROOT / "mhc_ops")
