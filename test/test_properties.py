@@ -4,6 +4,7 @@ import dataclasses
 
 import canary
 import pytest
+import test_kernels as kernels
 import torch
 from cases import OPERATORS, assert_same_bits, judged, map_tensors, seam
 from hypothesis import HealthCheck, given, settings
@@ -38,7 +39,8 @@ def inputs(draw, most=40):
     )
     size = 10.0 ** draw(st.integers(-20, 4))
     base = made.hc_base.clone()
-    base[8:] *= draw(st.sampled_from((1, 1, 50, 1e4)))
+    # Sharp, and small enough for fp32 to hold the gates to 2e-5: a logit of 1e4 ends at 1e-3.
+    base[8:] *= draw(st.sampled_from((1, 1, 50)))
     return made._replace(
         hc_base=base,
         residual=made.residual * size,
@@ -123,22 +125,18 @@ def test_a_row_stays_by_itself(device, drawn, rows, argument, value):
 @given(
     drawn=inputs(most=9),
     how=layouts,
-    edge=st.integers(0, 10**6),
+    edge=st.sampled_from(list(kernels.EDGES)),
     row=st.integers(0, 8),
     value=st.sampled_from((None, torch.nan, -torch.inf, 1e-40, 3e38)),
 )
 def test_any_configuration(drawn, how, edge, row, value):
     """Everything at once, in the interpreter: float64, the CPU, canaries, layouts, one bad row."""
-    import test_kernels as kernels
-
-    edges = list(kernels.EDGES.values())
-    config = dataclasses.replace(kernels.PLAIN, **edges[edge % len(edges)])
-    if not kernels.fits(config, drawn.fn.shape[1] // 4):
-        config = kernels.PLAIN
+    config = dataclasses.replace(kernels.PLAIN, **kernels.EDGES[edge])
     drawn = drawn._replace(sinkhorn_repeat=min(drawn.sinkhorn_repeat, kernels.FEW))
-    rows = [] if value is None else [row % drawn.residual.shape[0]]
-    residual = drawn.residual.clone()
-    residual[rows] = 0.0 if value is None else value
+    rows, residual = [], drawn.residual.clone()
+    if value is not None:
+        rows = [row % drawn.residual.shape[0]]
+        residual[rows] = value
     with canary.allocations(at_least=6):
         results = kernels.seam(config, odd_layouts(drawn._replace(residual=residual), how))
     if value in (torch.nan, -torch.inf):

