@@ -84,13 +84,13 @@ def alone(plan, given):
 
     def run(given, made):
         for name, step in plan(given, made):
-            harness.start(step)  # so that the next one's inputs are real
+            launch.start(step)  # so that the next one's inputs are real
             steps.append((name, step))
 
     ops.post_pre_delayed(run, *given)
     torch.cuda.synchronize()
     return [
-        [name, harness.graph_time(harness.start, harness.rotating_launches(step))]
+        [name, harness.graph_time(launch.start, harness.rotating_launches(step))]
         for name, step in steps
     ]
 

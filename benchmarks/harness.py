@@ -40,11 +40,6 @@ def _clone(value):
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def start(step):
-    """Run a `launch.Launch`."""
-    step.kernel[step.grid](*step.args, **step.constants, **step.options)
-
-
 def graph_time(call, inputs, replays=25, least_us=500.0):
     """Median time of one call in us, from replays of a CUDA graph that calls every input."""
     stream = torch.cuda.Stream()

@@ -13,7 +13,7 @@ import time
 import harness
 import torch
 
-from mhc_ops import configs, launch, ops, testing
+from mhc_ops import configs, launch, ops, outputs, testing
 
 
 def bare_operator(given):
@@ -28,19 +28,13 @@ def bare_operator(given):
     splits = next(s.constants["SPLITS"] for s in steps if "SPLITS" in s.constants)
 
     def operator(residual, *rest):
-        tokens, _, hidden = residual.shape
-        fp32 = torch.float32
-        made = (
-            residual.new_empty((tokens, 4, hidden)),
-            residual.new_empty((tokens, 4, 1), dtype=fp32),
-            residual.new_empty((tokens, 4, 4), dtype=fp32),
-            residual.new_empty((tokens, hidden)),
-            residual.new_empty((tokens, 4), dtype=fp32),
-        )
-        residual.new_empty((splits, tokens, launch.PARTIALS), dtype=fp32)
+        streams = outputs.streams(residual)
+        post_mix, comb_mix, next_pre_mix = outputs.gates(residual)
+        layer_input = outputs.layer_input(residual)
+        residual.new_empty((splits, len(residual), launch.PARTIALS), dtype=torch.float32)
         for step in steps:
-            harness.start(step)
-        return made
+            launch.start(step)
+        return streams, post_mix, comb_mix, layer_input, next_pre_mix
 
     library = torch.library.Library("mhc_bare", "FRAGMENT")
     schema = str(torch.ops.mhc.post_pre_delayed.default._schema).removeprefix("mhc::")

@@ -19,7 +19,14 @@ import triton
 import triton.language as tl
 
 from mhc_ops import launch, ops
-from mhc_ops.kernels.gates import column, load_gate, make_gates, make_logits, make_pre, total
+from mhc_ops.kernels.gates import (
+    column,
+    load_scale_and_bias,
+    make_gates,
+    make_logits,
+    make_pre,
+    total,
+)
 from mhc_ops.kernels.gemm import gemm_kernel
 from mhc_ops.kernels.pack import pack_kernel
 from mhc_ops.kernels.post import fma4, rounded
@@ -182,7 +189,7 @@ def pre_big_fuse_kernel(
 ):
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     sums = total(partials, t, T, SPLITS, SPLIT_BLOCK)
-    scale, base = load_gate(hc_scale, hc_base)
+    scale, base = load_scale_and_bias(hc_scale, hc_base)
     make_gates(
         make_logits(sums, column(sums, 24), scale, base, rms_eps, K),
         t,
@@ -215,7 +222,7 @@ def pre_mix_kernel(
 ):
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     sums = total(partials, t, T, SPLITS, SPLIT_BLOCK)
-    scale, base = load_gate(hc_scale, hc_base)
+    scale, base = load_scale_and_bias(hc_scale, hc_base)
     logits = make_logits(sums, column(sums, 24), scale, base, rms_eps, K)
     make_pre(logits, t.to(tl.int64), t < T, next_pre_mix, hc_pre_eps, VENDOR)
 
@@ -328,7 +335,7 @@ def run(given, chain=None, vendor=None):
     vendor = launch.vendor() if vendor is None else vendor
 
     def fill(given, made):
-        for _, (kernel, grid, args, constants, options) in plan(chain, vendor, given, made):
-            kernel[grid](*args, **constants, **options)
+        for _, step in plan(chain, vendor, given, made):
+            launch.start(step)
 
     return ops.post_pre_delayed(fill, *given)

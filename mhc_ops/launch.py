@@ -53,7 +53,7 @@ def _run_again(config, device, given, made):
     key = (
         id(config),  # of a row that lives as long as the entry
         device,
-        made.residual_out is given.residual or _same(made.residual_out, given.residual),
+        _same(made.residual_out, given.residual),
         given.residual is None,
         given.pre_mix is None,
         given.sublayer_out is None,
@@ -71,17 +71,21 @@ def _run_again(config, device, given, made):
             kernel[(*step.grid, 1, 1)](*step.args, *constants)
         return
     kernels = []
-    for kernel, grid, args, constants, options in steps:
-        compiled = kernel[grid](*args, **constants, **options)
-        names = kernel.arg_names[len(args) :]
-        kernels.append((compiled, tuple(constants[name] for name in names)))
+    for step in steps:
+        names = step.kernel.arg_names[len(step.args) :]
+        kernels.append((start(step), tuple(step.constants[name] for name in names)))
     _compiled[key] = config, kernels
 
 
 def run_with(config, vendor, given, made):
     """`run` with the configuration given, on whatever device the kernels can run."""
-    for kernel, grid, args, constants, options in plan(config, vendor, given, made):
-        kernel[grid](*args, **constants, **options)
+    for step in plan(config, vendor, given, made):
+        start(step)
+
+
+def start(step):
+    """Compile the kernel of a Launch where that is new, and run it. The compiled kernel."""
+    return step.kernel[step.grid](*step.args, **step.constants, **step.options)
 
 
 def plan(config, vendor, given, made):

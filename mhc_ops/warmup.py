@@ -54,7 +54,7 @@ def warmup(hidden_size, max_tokens, *, device=None, operators=None):
         for config in rows[: rows.index(first_unlimited) + 1]:
             for given, made in single_token_calls(hidden_size, device, operators):
                 for step in launch.plan(config, launch.vendor(), given, made):
-                    step.kernel[step.grid](*step.args, **step.constants, **step.options)
+                    launch.start(step)
                     ready.add(variant(step))
         torch.cuda.synchronize(device)
     return len(ready)

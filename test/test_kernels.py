@@ -210,7 +210,7 @@ def test_packing_loses_nothing(seed):
 
     def run(given, made):
         pack, *_ = launch.plan(config, "", given, made)
-        pack.kernel[pack.grid](*pack.args, **pack.constants, **pack.options)
+        launch.start(pack)
         packed.append(pack.args[1].double())
 
     ops.post_pre_delayed(run, *given)
@@ -219,6 +219,6 @@ def test_packing_loses_nothing(seed):
 
 
 def test_no_tokens_launch_nothing(monkeypatch):
-    monkeypatch.setattr(launch, "run_with", None)  # not callable
+    monkeypatch.setattr(launch, "plan", None)  # not callable
     results = ops.post_pre_delayed(launch.run, *make_inputs(0, 128))
     assert results[0].shape == (0, 4, 128)

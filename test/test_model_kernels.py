@@ -104,8 +104,7 @@ def run_last_programs(monkeypatch, step):
 
     with monkeypatch.context() as patch:
         patch.setattr(InterpreterBuilder, "create_get_program_id", program_id)
-        grid = (len(ids), *step.grid[1:])
-        step.kernel[grid](*step.args, **step.constants, **step.options)
+        launch.start(step._replace(grid=(len(ids), *step.grid[1:])))
 
 
 HUGE = {

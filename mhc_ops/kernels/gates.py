@@ -113,7 +113,7 @@ def sinkhorn(
 
 
 @triton.jit
-def load_gate(hc_scale, hc_base):
+def load_scale_and_bias(hc_scale, hc_base):
     """[32] each: the scale and the bias of the 24 gates."""
     k = tl.arange(0, 32)
     part = tl.where(k < 4, 0, tl.where(k < 8, 1, 2))
@@ -233,7 +233,7 @@ def gates_kernel(
         prefetch(hc_scale + tl.zeros([1], tl.int32))
         prefetch(hc_base + tl.zeros([1], tl.int32))
     after_previous(PDL)
-    scale, base = load_gate(hc_scale, hc_base)
+    scale, base = load_scale_and_bias(hc_scale, hc_base)
     t = tl.program_id(0) * GATE_T + tl.arange(0, GATE_T)
     sums = total(partials, t, T, SPLITS, SPLIT_BLOCK)
     if squares is None:
