@@ -6,6 +6,7 @@ import torch
 
 OPERATORS = ("post_pre_delayed", "post_pre_delayed_", "post_pre_delayed_out", "pre_delayed")
 POST_INPUTS = ("sublayer_out", "post_layer_mix", "comb_res_mix")
+PER_TOKEN = ("residual", *POST_INPUTS, "pre_mix")
 # Every combination of optional inputs, for make_inputs.
 OPTIONAL = [
     {"pre_mix": pre_mix, "norm_dtype": norm_dtype}

@@ -14,7 +14,7 @@ import threading
 
 import model_cases
 import torch
-from cases import OPERATORS, operator, seam
+from cases import OPERATORS, PER_TOKEN, operator, seam
 
 from mhc_ops.testing import assert_accurate, make_inputs
 
@@ -93,10 +93,9 @@ def large(tokens, hidden):
     """T * 4 * H past 2^31: the last tokens are right by themselves."""
     last = 64
     given = make_inputs(last, hidden, seed=1, device="cuda")
-    per_token = ("residual", "sublayer_out", "post_layer_mix", "comb_res_mix", "pre_mix")
     many = {
         key: getattr(given, key).repeat(-(-tokens // last), *[1] * (getattr(given, key).dim() - 1))
-        for key in per_token
+        for key in PER_TOKEN
     }
     many = given._replace(**{key: value[-tokens:].contiguous() for key, value in many.items()})
     results = seam("post_pre_delayed", many)

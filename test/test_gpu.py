@@ -5,7 +5,7 @@ import dataclasses
 import canary
 import pytest
 import torch
-from cases import OPERATORS, POST_INPUTS, assert_same_bits, judged, seam, without_post
+from cases import OPERATORS, PER_TOKEN, POST_INPUTS, assert_same_bits, judged, seam, without_post
 
 import mhc_ops
 from mhc_ops import configs, launch, ops, outputs, reference
@@ -17,8 +17,7 @@ H = 5120
 
 def rows_of(given, rows):
     """`given` with some of its tokens."""
-    per_token = ("residual", "sublayer_out", "post_layer_mix", "comb_res_mix", "pre_mix")
-    return given._replace(**{k: getattr(given, k)[rows].contiguous() for k in per_token})
+    return given._replace(**{k: getattr(given, k)[rows].contiguous() for k in PER_TOKEN})
 
 
 def forced(config, given):
@@ -146,8 +145,7 @@ def test_offsets_past_32_bits(seed):
     def tiled(tensor):
         return tensor.repeat(copies, *[1] * (tensor.dim() - 1))[-tokens:]
 
-    per_token = ("residual", "sublayer_out", "post_layer_mix", "comb_res_mix", "pre_mix")
-    many = given._replace(**{k: tiled(getattr(given, k)).contiguous() for k in per_token})
+    many = given._replace(**{k: tiled(getattr(given, k)).contiguous() for k in PER_TOKEN})
     assert many.residual.numel() > 2**31
     results = torch.ops.mhc.post_pre_delayed(*many)
     config = configs.lookup(launch.architecture(0), H, tokens)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import OPERATORS, assert_same_bits, judged, seam
+from cases import OPERATORS, PER_TOKEN, assert_same_bits, judged, seam
 
 from mhc_ops.testing import assert_accurate, make_inputs
 
@@ -111,9 +111,6 @@ def test_blocks_of_constants_come_out_exactly(device, tokens):
     results = seam("post_pre_delayed", given)
     assert torch.equal(results[0].double(), wanted)
     assert torch.equal(results[3].double(), wanted[:, 0] - wanted[:, 2])
-
-
-PER_TOKEN = ("residual", "sublayer_out", "post_layer_mix", "comb_res_mix", "pre_mix")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

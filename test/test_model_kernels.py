@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from cases import assert_same_bits, label
+from cases import PER_TOKEN, assert_same_bits, label
 from model_cases import GATES, MODEL_OPERATORS, OPTIONAL_OF, judged, results
 from test_kernels import FEW, PLAIN, backend, pytestmark, shipped  # noqa: F401  marks these too
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -19,7 +19,6 @@ from mhc_ops.testing import assert_accurate, make_inputs
 
 # Outputs and workspaces of each operator; packing fn needs one more.
 ALLOCATED = dict(zip(MODEL_OPERATORS, (7, 7, 6, 1, 2, 4, 2), strict=True))
-PER_TOKEN = ("residual", "sublayer_out", "post_layer_mix", "comb_res_mix", "pre_mix")
 PACKS = ("post_pre_delayed_aux", "post_pre_delayed_quant", "expand_pre_delayed", "gates")
 
 

@@ -6,13 +6,12 @@ import canary
 import pytest
 import test_kernels as kernels
 import torch
-from cases import OPERATORS, assert_same_bits, judged, map_tensors, seam
+from cases import OPERATORS, PER_TOKEN, assert_same_bits, judged, map_tensors, seam
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mhc_ops.testing import assert_accurate, make_inputs
 
-PER_TOKEN = ("residual", "sublayer_out", "post_layer_mix", "comb_res_mix", "pre_mix")
 SMALL = ("post_layer_mix", "comb_res_mix", "pre_mix", "hc_scale", "hc_base")
 EPS = st.sampled_from((1e-20, 1e-6, 1e-3))
 # The same examples in every run; fixtures (seed, device) change nothing between examples.
