@@ -32,7 +32,11 @@ LOAD_AND_RUN = textwrap.dedent(
 @torch.no_grad()
 def test_packaged_model_in_a_fresh_process(device, tmp_path):
     if device == "cuda":
-        pytest.xfail("torch 2.11 on an H200 loads no package in a fresh process, of no model")
+        # Where it hangs is unknown.
+        pytest.xfail(
+            "with torch 2.11 on an H200 the loader did not return within 45 s in a fresh process, "
+            "nor did one for a package of an nn.Linear alone"
+        )
     model = make(Model(), device)
     tokens = torch.export.Dim("T", min=1)
     example = (embeddings(7, device),)
