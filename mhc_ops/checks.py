@@ -48,7 +48,7 @@ def check(op, tensors, epsilons, sinkhorn_repeat, *, required=(), addresses=True
     """Raise what the contract says about bad input; return nothing when all is well.
 
     tensors: {argument name: tensor or None}, first `residual`, or `x` where the model begins.
-    required: names of those that must not be None. The dispatcher lets it through.
+    required: names of those that must not be None, which PyTorch's dispatcher lets through.
     epsilons: {argument name: float}; like sinkhorn_repeat, None where an operator has none.
     addresses: False under fake tensors, which like meta tensors have no storage to compare.
     """
