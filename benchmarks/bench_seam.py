@@ -70,7 +70,7 @@ def name_of(step):
     if step.kernel is not seam_kernel:
         return step.kernel.__name__.removesuffix("_kernel")
     args = dict(zip(step.kernel.arg_names, step.args, strict=False))  # without constexprs
-    programs = {"rows": args["residual_out"], "projection": args["weight"]}
+    programs = {"rows": args["residual_out"], "projection": args["weight"], "pack": args["packed"]}
     return " and ".join(name for name, wanted in programs.items() if wanted is not None)
 
 

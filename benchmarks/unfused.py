@@ -71,18 +71,18 @@ class Chain(NamedTuple):
 TABLE = (
     Chain(4, None, Gemm(16, 64, 128, 8, 3, False),
           Gates(1, 8, 1), Gates(1, 8, 1), Tile(1, 256, 1), 16),
-    Chain(16, None, Gemm(16, 64, 128, 8, 3, False),
-          Gates(1, 8, 1), Gates(1, 8, 1), Tile(1, 256, 1), 16),
-    Chain(96, None, Gemm(16, 32, 128, 4, 3, False),
-          Gates(1, 8, 1), Gates(1, 8, 1), Tile(1, 512, 2), 8),
+    Chain(16, None, Gemm(16, 32, 64, 4, 3, False),
+          Gates(1, 128, 4), Gates(1, 128, 4), Tile(1, 128, 1), 16),
+    Chain(96, None, Gemm(16, 32, 64, 4, 3, False),
+          Gates(1, 128, 4), Gates(1, 128, 4), Tile(1, 512, 4), 16),
     Chain(256, None, Gemm(16, 32, 128, 4, 3, False),
-          Gates(1, 32, 1), Gates(1, 32, 1), Tile(1, 512, 2), 8),
-    Chain(2048, Tile(4, 512, 4), Gemm(64, 64, 640, 4, 3, True),
-          Gates(4, 8, 1), Gates(4, 8, 1), Tile(4, 512, 4), 8),
-    Chain(8192, Tile(4, 512, 4), Gemm(64, 128, 1280, 4, 3, True),
-          Gates(4, 8, 1), Gates(4, 8, 1), Tile(4, 512, 4), 8),
-    Chain(None, Tile(4, 512, 4), Gemm(64, 128, None, 4, 3, True),
-          Gates(4, 8, 1), Gates(4, 8, 1), Tile(4, 512, 4), 8),
+          Gates(1, 8, 1), Gates(1, 8, 1), Tile(4, 256, 4), 8),
+    Chain(2048, Tile(4, 512, 4), Gemm(64, 64, 320, 4, 3, True),
+          Gates(4, 32, 1), Gates(4, 32, 1), Tile(4, 512, 4), 8),
+    Chain(8192, Tile(1, 1024, 4), Gemm(64, 128, 1280, 4, 3, True),
+          Gates(4, 8, 1), Gates(4, 8, 1), Tile(2, 512, 4), 8),
+    Chain(None, Tile(1, 1024, 4), Gemm(64, 128, None, 4, 3, True),
+          Gates(32, 4, 4), Gates(4, 8, 1), Tile(1, 1024, 4), 4),
 )
 # fmt: on
 
@@ -283,10 +283,11 @@ def projection(chain, vendor, given, made, weight, partials):
         "FENCE": True,
         "STAGES": gemm.stages,
         "ROW_BLOCK": 1024,
+        "BLOCK_K": 512,
         "PDL": False,
     }
     row = (None, None, made.residual_out, None, None, None)
-    args = (*inputs, *row, None, weight, partials, tokens, programs, 0.0)
+    args = (*inputs, *row, None, weight, partials, None, None, tokens, programs, 0.0)
     return launch.Launch(seam_kernel, (programs + tokens,), args, constants, options)
 
 
@@ -304,7 +305,7 @@ def plan(chain, vendor, given, made):
     if gemm.pack:
         weight = given.residual.new_empty((72, k))
         constants = {"K": k, "BLOCK_K": math.gcd(k, 512), "VENDOR": vendor, "PDL": False}
-        grid = (24, k // constants["BLOCK_K"])
+        grid = (24 * (k // constants["BLOCK_K"]),)
         args = (given.fn, weight)
         yield "pack", launch.Launch(pack_kernel, grid, args, constants, {"num_warps": 4})
     splits = triton.cdiv(hidden, gemm.cols or hidden)

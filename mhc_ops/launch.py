@@ -114,6 +114,7 @@ def plan(config, vendor, given, made):
         "FENCE": config.fence,
         "STAGES": config.stages,
         "ROW_BLOCK": config.row_block,
+        "BLOCK_K": math.gcd(k, 2048),
         "PDL": config.pdl and vendor == "nvidia",
     }
     pdl = {"launch_pdl": True} if constants["PDL"] else {}
@@ -127,11 +128,17 @@ def plan(config, vendor, given, made):
     post = (_dense(given.post_layer_mix), _dense(given.comb_res_mix))
     layer_input = (made.layer_input, _exponents(made.layer_input_scale))
     row = (_dense(given.pre_mix), given.norm_weight, made.residual_out, *layer_input, made.aux)
+    packed, packs = None, 0
+    if gates and config.pack:
+        packed = source.new_empty((72, k))
+        packs = 24 * (k // constants["BLOCK_K"])
     if rows and not fused:
+        # Packing beside the rows is free; a launch of its own takes 2 to 3 us.
+        pack = (given.fn, packed) if packs else (None, None)
         yield Launch(
             seam_kernel,
-            (tokens,),
-            (*streams, *post, *row, squares, None, None, tokens, 0, given.norm_eps),
+            (tokens + packs,),
+            (*streams, *post, *row, squares, None, None, *pack, tokens, 0, given.norm_eps),
             constants,
             # Fused or not, one number: sum(u^2) must add up in one order.
             {"num_warps": config.warps if config.fused else config.row_warps, **pdl},
@@ -139,17 +146,16 @@ def plan(config, vendor, given, made):
     if not gates:
         return
 
-    weight = given.fn
-    if config.pack:
-        weight = source.new_empty((72, k))
-        block_k = math.gcd(k, 512)
+    if packs and (fused or not rows):
+        names = ("K", "BLOCK_K", "VENDOR", "PDL")
         yield Launch(
             pack_kernel,
-            (24, k // block_k),
-            (given.fn, weight),
-            {"K": k, "BLOCK_K": block_k, "VENDOR": vendor, "PDL": constants["PDL"]},
+            (packs,),
+            (given.fn, packed),
+            {name: constants[name] for name in names},
             {"num_warps": 4, **pdl},
         )
+    weight = given.fn if packed is None else packed
     if given.residual is not None and given.sublayer_out is not None and not fused:
         streams, post = (made.residual_out, None), (None, None)  # as they are by now
     if not fused:
@@ -160,7 +166,19 @@ def plan(config, vendor, given, made):
         yield Launch(
             seam_kernel,
             (programs + (tokens if fused else 0),),
-            (*streams, *post, *row, squares, weight, partials, tokens, programs, given.norm_eps),
+            (
+                *streams,
+                *post,
+                *row,
+                squares,
+                weight,
+                partials,
+                None,
+                None,
+                tokens,
+                programs,
+                given.norm_eps,
+            ),
             constants,
             {"num_warps": config.warps, "num_stages": config.stages, **pdl},
         )

@@ -28,7 +28,7 @@ class Config:
     warps: int
     stages: int
     fence: bool  # projection: keep tl.dot's layout out of the element-wise code
-    pack: bool  # split fn into three bf16 by a launch of its own (kernels/pack.py)
+    pack: bool  # split fn into three bf16 beforehand (kernels/pack.py)
     gate_t: int  # gates: tokens a program
     split_block: int  # gates: splits added a step
     gate_warps: int

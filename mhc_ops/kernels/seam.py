@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .pack import pack_program
+from .pdl import after_previous
 from .project import project_few_program, project_program
 from .row import row_program
 
@@ -25,6 +27,8 @@ def seam_kernel(
     squares,  # [T] fp32: sum R'^2 from row programs launched alone; None: projection programs
     weight,  # [24, K] fp32 or [72, K] bf16, see project.py; or None: no projection programs
     partials,  # [splits, T, 32] fp32: 24 projections, sum R'^2 unless in squares; or None
+    fn,  # [24, K] fp32, to be packed for the next launch by programs after the rows'; or None
+    packed,  # [72, K] bf16, see pack.py; or None
     T,
     project_programs,
     norm_eps,
@@ -38,6 +42,7 @@ def seam_kernel(
     FENCE: tl.constexpr,
     STAGES: tl.constexpr,
     ROW_BLOCK: tl.constexpr,  # columns that a row program takes at a time
+    BLOCK_K: tl.constexpr,  # columns of a packing program
     PDL: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -84,6 +89,9 @@ def seam_kernel(
                 STAGES,
                 PDL,
             )
+    elif packed is not None and program >= T:
+        after_previous(PDL)
+        pack_program(fn, packed, program - T, K, BLOCK_K, VENDOR)
     elif ROWS:
         row_program(
             residual,
