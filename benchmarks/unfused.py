@@ -82,7 +82,7 @@ TABLE = (
     Chain(8192, Tile(1, 1024, 4), Gemm(64, 128, 1280, 4, 3, True),
           Gates(4, 8, 1), Gates(4, 8, 1), Tile(2, 512, 4), 8),
     Chain(None, Tile(1, 1024, 4), Gemm(64, 128, None, 4, 3, True),
-          Gates(32, 4, 4), Gates(4, 8, 1), Tile(1, 1024, 4), 4),
+          Gates(4, 8, 1), Gates(4, 8, 1), Tile(1, 1024, 4), 4),
 )
 # fmt: on
 
