@@ -128,17 +128,17 @@ def plan(config, vendor, given, made):
     post = (_dense(given.post_layer_mix), _dense(given.comb_res_mix))
     layer_input = (made.layer_input, _exponents(made.layer_input_scale))
     row = (_dense(given.pre_mix), given.norm_weight, made.residual_out, *layer_input, made.aux)
-    packed, packs = None, 0
+    weight, pack, no_pack = given.fn, None, (None, None)
     if gates and config.pack:
-        packed = source.new_empty((72, k))
-        packs = 24 * (k // constants["BLOCK_K"])
+        weight = source.new_empty((72, k))
+        pack = packing(given.fn, weight, constants, **pdl)
     if rows and not fused:
         # Packing beside the rows is free; a launch of its own takes 2 to 3 us.
-        pack = (given.fn, packed) if packs else (None, None)
+        programs, beside = (tokens + pack.grid[0], pack.args) if pack else (tokens, no_pack)
         yield Launch(
             seam_kernel,
-            (tokens + packs,),
-            (*streams, *post, *row, squares, None, None, *pack, tokens, 0, given.norm_eps),
+            (programs,),
+            (*streams, *post, *row, squares, None, None, *beside, tokens, 0, given.norm_eps),
             constants,
             # Fused or not, one number: sum(u^2) must add up in one order.
             {"num_warps": config.warps if config.fused else config.row_warps, **pdl},
@@ -146,16 +146,8 @@ def plan(config, vendor, given, made):
     if not gates:
         return
 
-    if packs and (fused or not rows):
-        names = ("K", "BLOCK_K", "VENDOR", "PDL")
-        yield Launch(
-            pack_kernel,
-            (packs,),
-            (given.fn, packed),
-            {name: constants[name] for name in names},
-            {"num_warps": 4, **pdl},
-        )
-    weight = given.fn if packed is None else packed
+    if pack and (fused or not rows):
+        yield pack
     if given.residual is not None and given.sublayer_out is not None and not fused:
         streams, post = (made.residual_out, None), (None, None)  # as they are by now
     if not fused:
@@ -163,22 +155,11 @@ def plan(config, vendor, given, made):
     partials = source.new_empty((splits, tokens, PARTIALS), dtype=torch.float32)
     programs = _cdiv(tokens, config.block_t) * splits
     if config.fused:
+        sizes = (tokens, programs, given.norm_eps)
         yield Launch(
             seam_kernel,
             (programs + (tokens if fused else 0),),
-            (
-                *streams,
-                *post,
-                *row,
-                squares,
-                weight,
-                partials,
-                None,
-                None,
-                tokens,
-                programs,
-                given.norm_eps,
-            ),
+            (*streams, *post, *row, squares, weight, partials, *no_pack, *sizes),
             constants,
             {"num_warps": config.warps, "num_stages": config.stages, **pdl},
         )
@@ -227,6 +208,18 @@ def plan(config, vendor, given, made):
             "PDL": constants["PDL"],
         },
         {"num_warps": config.gate_warps, **pdl},
+    )
+
+
+def packing(fn, packed, constants, **options):
+    """The launch of its own that fills packed [72, K] bf16."""
+    names = ("K", "BLOCK_K", "VENDOR", "PDL")
+    return Launch(
+        pack_kernel,
+        (24 * (constants["K"] // constants["BLOCK_K"]),),
+        (fn, packed),
+        {name: constants[name] for name in names},
+        {"num_warps": 4, **options},
     )
 
 

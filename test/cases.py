@@ -67,6 +67,22 @@ def map_tensors(function, given):
     return type(given)(*(function(v) if isinstance(v, torch.Tensor) else v for v in given))
 
 
+def map_tokens(function, given):
+    """`given` with a function applied to every tensor that has a T."""
+    present = {k: getattr(given, k) for k in PER_TOKEN if getattr(given, k) is not None}
+    return given._replace(**{k: function(v) for k, v in present.items()})
+
+
+def repeated(given, tokens):
+    """`given` over and over up to that many tokens, its own last ones the last."""
+
+    def last(tensor):
+        copies = -(-tokens // tensor.shape[0])
+        return tensor.repeat(copies, *[1] * (tensor.dim() - 1))[-tokens:].contiguous()
+
+    return map_tokens(last, given)
+
+
 def assert_same_bits(got, wanted):
     for a, b in zip(got, wanted, strict=True):
         assert a.dtype == b.dtype

@@ -14,7 +14,7 @@ import threading
 
 import model_cases
 import torch
-from cases import OPERATORS, PER_TOKEN, operator, seam
+from cases import OPERATORS, operator, repeated, seam
 
 from mhc_ops.testing import assert_accurate, make_inputs
 
@@ -93,12 +93,7 @@ def large(tokens, hidden):
     """T * 4 * H past 2^31: the last tokens are right by themselves."""
     last = 64
     given = make_inputs(last, hidden, seed=1, device="cuda")
-    many = {
-        key: getattr(given, key).repeat(-(-tokens // last), *[1] * (getattr(given, key).dim() - 1))
-        for key in PER_TOKEN
-    }
-    many = given._replace(**{key: value[-tokens:].contiguous() for key, value in many.items()})
-    results = seam("post_pre_delayed", many)
+    results = seam("post_pre_delayed", repeated(given, tokens))
     assert_accurate(given, [r[-last:] for r in results])
 
 

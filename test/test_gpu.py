@@ -5,7 +5,16 @@ import dataclasses
 import canary
 import pytest
 import torch
-from cases import OPERATORS, PER_TOKEN, POST_INPUTS, assert_same_bits, judged, seam, without_post
+from cases import (
+    OPERATORS,
+    POST_INPUTS,
+    assert_same_bits,
+    judged,
+    map_tokens,
+    repeated,
+    seam,
+    without_post,
+)
 
 import mhc_ops
 from mhc_ops import configs, launch, ops, outputs, reference
@@ -17,7 +26,7 @@ H = 5120
 
 def rows_of(given, rows):
     """`given` with some of its tokens."""
-    return given._replace(**{k: getattr(given, k)[rows].contiguous() for k in PER_TOKEN})
+    return map_tokens(lambda tensor: tensor[rows].contiguous(), given)
 
 
 def forced(config, given):
@@ -140,12 +149,7 @@ def test_offsets_past_32_bits(seed):
     """T * 4 * H is 2.25e9: a 32-bit offset wraps."""
     tokens, last = 110_000, 64
     given = make_inputs(last, H, seed=seed, device="cuda")
-    copies = tokens // last + 1
-
-    def tiled(tensor):
-        return tensor.repeat(copies, *[1] * (tensor.dim() - 1))[-tokens:]
-
-    many = given._replace(**{k: tiled(getattr(given, k)).contiguous() for k in PER_TOKEN})
+    many = repeated(given, tokens)
     assert many.residual.numel() > 2**31
     results = torch.ops.mhc.post_pre_delayed(*many)
     config = configs.lookup(launch.architecture(0), H, tokens)

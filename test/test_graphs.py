@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from cases import OPERATORS, PER_TOKEN, arguments, assert_same_bits, judged, operator, seam
+from cases import OPERATORS, arguments, assert_same_bits, judged, map_tokens, operator, seam
 
 import mhc_ops
 from mhc_ops.testing import assert_accurate, make_inputs
@@ -120,7 +120,7 @@ def test_replay_after_empty_cache_and_other_shapes(warm, seed):
 def make_like(given, tokens):
     """`given` with another T, without drawing new numbers."""
     index = torch.arange(tokens, device="cuda") % given.residual.shape[0]
-    return given._replace(**{k: getattr(given, k)[index] for k in PER_TOKEN})
+    return map_tokens(lambda tensor: tensor[index], given)
 
 
 def test_warm_up_says_how_many_and_is_complete(warm):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from cases import PER_TOKEN, assert_same_bits, label
+from cases import assert_same_bits, label, map_tokens
 from model_cases import GATES, MODEL_OPERATORS, OPTIONAL_OF, judged, results
 from test_kernels import FEW, PLAIN, backend, pytestmark, shipped  # noqa: F401  marks these too
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -72,6 +72,7 @@ def test_the_parts_are_the_whole(seed, config):
         ("post", ["seam_kernel"]),
         ("post_collapse", ["seam_kernel"]),
         ("gates", ["pack_kernel", "gemm_kernel", "gates_kernel"]),
+        ("post_pre_delayed_aux", ["seam_kernel", "gemm_kernel", "gates_kernel"]),  # packs, too
     ],
 )
 def test_nothing_is_launched_in_vain(name, kernels):
@@ -130,9 +131,7 @@ def test_offsets_past_32_bits(monkeypatch, seed, name, edge):
         made[-3:] = tensor
         return made
 
-    given = last._replace(
-        **{key: huge(value) for key, value in last._asdict().items() if key in PER_TOKEN}
-    )
+    given = map_tokens(huge, last)
     assert given.comb_res_mix.numel() > 2**31
 
     def launches(given, made):

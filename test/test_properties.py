@@ -6,7 +6,7 @@ import canary
 import pytest
 import test_kernels as kernels
 import torch
-from cases import OPERATORS, PER_TOKEN, assert_same_bits, judged, map_tensors, seam
+from cases import OPERATORS, assert_same_bits, judged, map_tensors, map_tokens, seam
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -141,9 +141,7 @@ def test_any_configuration(drawn, how, edge, row, value):
     if value in (torch.nan, -torch.inf):
         assert all(not r[rows].isfinite().any() for r in results)
     got, on_cpu = (others_than(rows, r) for r in (results, seam("post_pre_delayed", drawn)))
-    per_token = {k: getattr(drawn, k) for k in PER_TOKEN if getattr(drawn, k) is not None}
-    others = others_than(rows, list(per_token.values()))
-    assert_accurate(drawn._replace(**dict(zip(per_token, others, strict=True))), got)
+    assert_accurate(map_tokens(lambda tensor: others_than(rows, [tensor])[0], drawn), got)
     # A bf16 of R' that falls on the other side moves a gate: 1e-4, times hc_scale.
     near = 5e-4 * drawn.hc_scale.max().item()
     for a, b in zip(got, on_cpu, strict=True):
